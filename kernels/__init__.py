@@ -1,0 +1,1 @@
+"""Device code, and a torch reference for each kernel."""

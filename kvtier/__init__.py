@@ -1,0 +1,1 @@
+"""kvtier: a language model's KV cache in three tiers: VRAM, pinned host RAM, LMDB on disk."""

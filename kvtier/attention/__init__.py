@@ -1,0 +1,1 @@
+"""How an attention step gets at pages in three tiers."""

@@ -1,0 +1,1 @@
+"""Bridges to inference engines, one package an engine."""

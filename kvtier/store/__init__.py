@@ -1,0 +1,1 @@
+"""Placement: which page is where, who holds it, and what moves next."""

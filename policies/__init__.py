@@ -1,0 +1,1 @@
+"""Residency policies, one file each."""
