@@ -1,0 +1,72 @@
+"""``kvtier COMMAND``: finds the command, turns errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
+from kvtier.errors import ConfigError, KvtierError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and the parsers of the commands by name."""
+    parser = Parser(
+        prog="kvtier",
+        description="A language model's KV cache in three tiers: VRAM, host RAM, disk.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    add_run(commands)
+    return parser, dict(commands.choices)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in ``argv`` (``sys.argv[1:]`` by default); returns the exit status."""
+    parser, commands = build_parser()
+    try:
+        args, extras = parser.parse_known_args(argv)
+    except SystemExit as error:
+        return int(error.code or 0)
+    if args.command is None:
+        stderr(
+            f"kvtier: error: no command given; use one of {', '.join(commands)}, see 'kvtier --help'"
+        )
+        return EXIT_USAGE
+    name = f"kvtier {args.command}"
+    try:
+        reject_unknown(extras, option_names(commands[args.command]), args.command)
+        options = run_options(args)
+        # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from kvtier.cli.run import run
+
+        return run(options)
+    except ConfigError as error:
+        stderr(f"{name}: error: {_one_line(error)}")
+        return EXIT_USAGE
+    except KvtierError as error:
+        stderr(f"{name}: {type(error).__name__}: {_one_line(error)}")
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        stderr(
+            f"{name}: interrupted; what was acknowledged on disk is kept, run again to go on from there"
+        )
+        return EXIT_INTERRUPTED
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Copies between tiers, and the only place that starts them.
+
+A copy is a ``Transfer``: submitted to a stream, finished when its event is reached, and only then reported
+to whoever asked, so that the directory changes when the bytes are in place and not before. Two streams,
+one a direction, run beside the compute stream. Every reuse of a buffer is ordered on the device by an
+event, in both directions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvtier.devices.base import Device, Event, Range, Stream
+from kvtier.errors import CopyFailedError, DeadlineExceededError
+from kvtier.tiers.memory import Slot
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """Traffic over one path: payload bytes and number of copies submitted, and copies that failed."""
+
+    bytes: int = 0
+    copies: int = 0
+    failed: int = 0
+
+    def add(self, nbytes: int, copies: int = 1) -> None:
+        self.bytes += nbytes
+        self.copies += copies
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One submitted copy; ``finished`` is called exactly once, with the error if it failed."""
+
+    event: Event
+    finished: Callable[[CopyFailedError | None], None]
+    link: LinkStats
+
+
+def deadline_after(timeout_s: float) -> float:
+    return time.monotonic() + timeout_s
+
+
+def remaining(deadline: float, what: str) -> float:
+    """Seconds until ``deadline``; DeadlineExceededError naming ``what`` once it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceededError(f"{what} did not finish before its deadline")
+    return left
+
+
+class Mover:
+    """Moves whole pages between VRAM and host slots."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.h2d: Stream = device.stream("h2d")
+        self.d2h: Stream = device.stream("d2h")
+        self.links = {"vram->host": LinkStats(), "host->vram": LinkStats(), "host->disk": LinkStats(), "disk->host": LinkStats()}
+        self._pending: deque[Transfer] = deque()
+
+    def down(
+        self, source: Slot, target: Slot, after: Event | None, finished: Callable[[CopyFailedError | None], None]
+    ) -> Transfer:
+        """Copy a page VRAM -> host once ``after`` (the event of its last write) is reached."""
+        return self._start(self.d2h, self.links["vram->host"], source, target, after, finished)
+
+    def up(
+        self, source: Slot, target: Slot, after: Event | None, finished: Callable[[CopyFailedError | None], None]
+    ) -> Transfer:
+        """Copy a page host -> VRAM."""
+        return self._start(self.h2d, self.links["host->vram"], source, target, after, finished)
+
+    def _start(
+        self,
+        stream: Stream,
+        link: LinkStats,
+        source: Slot,
+        target: Slot,
+        after: Event | None,
+        finished: Callable[[CopyFailedError | None], None],
+    ) -> Transfer:
+        if after is not None:
+            stream.wait(after)
+        order_behind(stream, target)
+        self.device.copy(stream, [(target.range(), source.range())])
+        link.add(source.nbytes)
+        transfer = Transfer(stream.record(), finished, link)
+        self._pending.append(transfer)
+        return transfer
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._pending)
+
+    def poll(self) -> None:
+        """Report every transfer that has ended; never waits."""
+        for _ in range(len(self._pending)):
+            transfer = self._pending.popleft()
+            if transfer.event.done():
+                self._finish(transfer)
+            else:
+                self._pending.append(transfer)
+
+    def wait_oldest(self, deadline: float) -> None:
+        """Wait for the transfer that was submitted first and report it."""
+        if self._pending:
+            transfer = self._pending[0]
+            self._await(transfer.event, deadline)
+            if self._pending and self._pending[0] is transfer:
+                self._pending.popleft()
+                self._finish(transfer)
+
+    def drain(self, deadline: float) -> None:
+        """Wait for all transfers."""
+        while self._pending:
+            self.wait_oldest(deadline)
+
+    @staticmethod
+    def _await(event: Event, deadline: float) -> None:
+        try:
+            event.synchronize(remaining(deadline, "a copy between tiers"))
+        except CopyFailedError:
+            pass  # reported through Transfer.finished
+
+    @staticmethod
+    def _finish(transfer: Transfer) -> None:
+        error: CopyFailedError | None = None
+        try:
+            transfer.event.synchronize(1.0)
+        except CopyFailedError as failure:
+            error = failure
+            transfer.link.failed += 1
+        transfer.finished(error)
+
+
+def order_behind(stream: Stream, slot: Slot) -> None:
+    """Make ``stream`` wait for whatever may still use the bytes of the slot's former page."""
+    for event in slot.after:
+        stream.wait(event)
+    slot.after.clear()
+
+
+def host_order_behind(slot: Slot, deadline: float) -> None:
+    """The same for the host, which has to wait itself."""
+    for event in slot.after:
+        event.synchronize(remaining(deadline, "the former use of a host slot"))
+    slot.after.clear()
+
+
+def write_host(device: Device, slot: Slot, deadline: float) -> Range:
+    """The range of a host slot, safe for the host to write once this returns."""
+    host_order_behind(slot, deadline)
+    return slot.range()
+
+
+def events(*groups: Iterable[Event | None]) -> list[Event]:
+    """All events of the groups, without gaps."""
+    return [event for group in groups for event in group if event is not None]

@@ -1,0 +1,130 @@
+"""How much an LMDB map of a given size holds, and how much one transaction may change in it.
+
+LMDB copies on write and reuses a page that transaction ``t`` freed from transaction ``t + 2`` on,
+so a map that is full to the brim cannot even be deleted from. The tier therefore fills a map only
+so far that the changes of three transactions always fit beside what is live.
+
+Source of the page arithmetic: LMDB 0.9 ``mdb.c`` (PAGEHDRSZ 16, NODESIZE 8, MDB_MINKEYS 2,
+OVPAGES).
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.record import KEY_MAX, PageShape, entry_bytes
+from kvtier.units import format_size
+
+_PAGE_HEADER = 16
+_NODE_HEADER = 8
+#: Key of a piece: the page's key and the piece's number.
+PIECE_KEY_MAX = KEY_MAX + 2
+#: Share of the map that live pages may take where batches are small beside it (measured: pages of
+#: one size churn at 0.97 of the map without a failed allocation).
+_LIVE_SHARE = 0.95
+#: Map pages that are never a page's: two meta pages, roots, and the lists of free pages.
+_FIXED_PAGES = 32
+#: Map pages a transaction rewrites beside leaves: branches, roots, the list of free pages.
+_COMMIT_PAGES = 16
+#: Pages freed in one transaction are searched one by one at the next allocation.
+_MAX_FREED_BYTES = 256 << 20
+
+
+def map_bytes_of(capacity_bytes: int) -> int:
+    """Size of the map whose folder stays within ``capacity_bytes``.
+
+    Beside the map the folder holds its own directory block, the lock table, the writer's lock and,
+    on file systems that count them, the extent blocks of the data file (12 bytes for each
+    contiguous run).
+    """
+    overhead = (64 << 10) + (capacity_bytes >> 14)
+    granule = max(mmap.PAGESIZE, 4096)
+    return max(0, (capacity_bytes - overhead) // granule * granule)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room in one map for pages of one shape.
+
+    Attributes:
+        map_bytes: size of the map.
+        page_stored_bytes: what one page is charged with.
+        live_capacity_bytes: what the charges of all pages may add up to.
+        batch_puts, batch_deletes: pages that one transaction may store and remove.
+    """
+
+    map_bytes: int
+    psize: int
+    shape: PageShape
+    page_stored_bytes: int
+    live_capacity_bytes: int
+    batch_puts: int
+    batch_deletes: int
+
+    @classmethod
+    def plan(cls, *, capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape) -> Room:
+        """The room that ``capacity_bytes`` of folder give.
+
+        Raises:
+            ConfigError: not even one page fits.
+        """
+        map_bytes = map_bytes_of(capacity_bytes)
+        map_pages = map_bytes // psize
+        stored = _stored(psize, shape)
+        # A put rewrites, at worst, a leaf of the index and one of the pieces besides the payload's
+        # pages.
+        per_put = _value_pages(psize, shape) + 1 + len(shape.pieces)
+        puts = max(
+            1, min(batch_bytes // shape.page_bytes, (map_pages // 24 - _COMMIT_PAGES) // per_put)
+        )
+        headroom = (3 * (puts * per_put + _COMMIT_PAGES) + _FIXED_PAGES) * psize
+        live = min(int(map_bytes * _LIVE_SHARE), map_bytes - headroom)
+        live = live // stored * stored
+        if live < stored:
+            need = ((3 * (per_put + _COMMIT_PAGES) + _FIXED_PAGES) * psize + stored) * 1.1 + (
+                128 << 10
+            )
+            raise ConfigError(
+                f"a disk tier of {format_size(capacity_bytes)} cannot hold one page of "
+                f"{format_size(shape.page_bytes)}; give it at least {format_size(need)}"
+            )
+        deletes = max(8, puts * per_put // (2 * (1 + len(shape.pieces))))
+        deletes = max(1, min(deletes, _MAX_FREED_BYTES // stored))
+        return cls(map_bytes, psize, shape, stored, live, puts, deletes)
+
+    def stored_bytes_of(self, nbytes: int) -> int:
+        """What a payload of ``nbytes`` is charged with: its map pages and its share of the
+        index.
+        """
+        if nbytes == self.shape.page_bytes:
+            return self.page_stored_bytes
+        return _value_bytes(self.psize, nbytes, PIECE_KEY_MAX) + _value_bytes(
+            self.psize, entry_bytes(self.shape.sums), KEY_MAX
+        )
+
+
+def overflow_pages(psize: int, nbytes: int, key_bytes: int) -> int:
+    """Map pages of its own that a value takes; 0 if it lies in a leaf."""
+    node_max = ((psize - _PAGE_HEADER) // 2 & ~1) - 2
+    if _NODE_HEADER + key_bytes + nbytes <= node_max:
+        return 0
+    return -(-(_PAGE_HEADER + nbytes) // psize)
+
+
+def _value_bytes(psize: int, nbytes: int, key_bytes: int) -> int:
+    """Map bytes of one value and its node, leaves counted as half full (a split leaves them so)."""
+    own = overflow_pages(psize, nbytes, key_bytes)
+    in_leaf = _NODE_HEADER + key_bytes + (8 if own else nbytes)
+    return own * psize + min(psize, 2 * in_leaf)
+
+
+def _value_pages(psize: int, shape: PageShape) -> int:
+    pieces = sum(overflow_pages(psize, piece.nbytes, PIECE_KEY_MAX) for piece in shape.pieces)
+    return pieces + overflow_pages(psize, entry_bytes(shape.sums), KEY_MAX)
+
+
+def _stored(psize: int, shape: PageShape) -> int:
+    pieces = sum(_value_bytes(psize, piece.nbytes, PIECE_KEY_MAX) for piece in shape.pieces)
+    return pieces + _value_bytes(psize, entry_bytes(shape.sums), KEY_MAX)
