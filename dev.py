@@ -60,13 +60,12 @@ def main(argv: list[str]) -> int:
 
 
 def set_up(extra: str) -> None:
-    """Make .venv hold kvtier (editable) with ``extra``, and the model; at once if it does
-    already."""
+    """Make .venv hold kvtier (editable) with ``extra``, and the model; fast if it does."""
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         have = ".".join(map(str, sys.version_info[:3]))
         raise Failure(
-            f"this is Python {have}; run it with Python {wanted} or later, e.g. python{wanted} dev.py"
+            f"this is Python {have}; use Python {wanted} or later, e.g. python{wanted} dev.py"
         )
     wanted_state = state_of_inputs()
     done = read_stamp()

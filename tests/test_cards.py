@@ -35,7 +35,7 @@ def test_a_card_is_found_however_its_name_is_written(name):
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("rtx-4600-ti", "rtx-4060-ti"), ("h200", "h200-sxm-141gb"), ("rtx-4060-ti", "8gb")],
+    [("rtx-4060ti-16gb", "rtx-4060-ti-16gb"), ("h200", "h200-sxm-141gb"), ("rtx-4060-ti", "8gb")],
 )
 def test_an_unknown_card_gives_the_nearest_names(name, nearest):
     with pytest.raises(ConfigError, match=nearest):

@@ -1,4 +1,4 @@
-"""What the store may rely on, the same for every device: one set of bodies, each run on all of them."""
+"""What the store may rely on: one set of test bodies, each run on every device."""
 
 from collections.abc import Iterator
 

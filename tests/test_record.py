@@ -199,7 +199,9 @@ def test_what_parent_links_imply(records: list[DiskRecord], limit: int) -> None:
         # Each victim was the oldest page without children at its turn.
         there = {k: r for k, r in kept.items() if k not in gone[:at]}
         parents = {r.parent for r in there.values()}
-        assert there[key].sequence == min(r.sequence for r in there.values() if r.key not in parents)
+        assert there[key].sequence == min(
+            r.sequence for r in there.values() if r.key not in parents
+        )
 
 
 def test_a_circle_of_parents_is_unusable() -> None:

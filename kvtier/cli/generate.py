@@ -70,7 +70,7 @@ class Driver:
         """Feed ``ids`` ``[1, n]``; returns the logits after the last of them, ``[vocabulary]``."""
         import torch
 
-        with torch.inference_mode():
+        with torch.no_grad():
             out = self._model(
                 input_ids=ids, use_cache=True, logits_to_keep=1, **{self._keyword: self._cache}
             )

@@ -37,9 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         return int(error.code or 0)
     if args.command is None:
-        stderr(
-            f"kvtier: error: no command given; use one of {', '.join(commands)}, see 'kvtier --help'"
-        )
+        names = ", ".join(commands)
+        stderr(f"kvtier: error: no command given; use one of {names}, see 'kvtier --help'")
         return EXIT_USAGE
     name = f"kvtier {args.command}"
     try:
@@ -58,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stderr(f"{name}: {type(error).__name__}: {_one_line(error)}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        stderr(
-            f"{name}: interrupted; what was acknowledged on disk is kept, run again to go on from there"
-        )
+        stderr(f"{name}: interrupted; pages that the disk acknowledged are kept for the next run")
         return EXIT_INTERRUPTED
 
 

@@ -41,8 +41,8 @@ class Estimate:
         disk = f", disk {_rate(step.disk_bw)} assumed" if step.disk_bytes else ""
         return (
             f"1 + f(r-1) with f = {step.link_fraction:.0%} of the bytes read per token, "
-            f"{self.card.name}: VRAM {_rate(step.vram_bw)}, {self.link} copies {_rate(step.link_bw)}{disk}; "
-            "no overlap counted, within about a factor of 2"
+            f"{self.card.name}: VRAM {_rate(step.vram_bw)}, {self.link} copies "
+            f"{_rate(step.link_bw)}{disk}; no overlap counted, within about a factor of 2"
         )
 
     def warning(self, kv_bytes: int) -> str | None:
@@ -51,15 +51,15 @@ class Estimate:
             return None
         cold = self.step.link_bytes / max(1.0, self.step.kv_bytes)
         return (
-            f"{self.level}: decoding will be about {self.slowdown:.1f}x slower on {self.card.name} than with all "
-            f"KV in VRAM, because {cold:.0%} of it crosses the link for every token ({self.basis()}). "
-            f"Instead: --vram {-(-kv_bytes // 2**20)}MiB or more, a shorter prompt, or a 16-bit model"
+            f"{self.level}: decoding would be about {self.slowdown:.1f}x slower on "
+            f"{self.card.name} than with all KV in VRAM, because {cold:.0%} of the KV crosses the "
+            f"link for every token ({self.basis()}). Instead: --vram {-(-kv_bytes // 2**20)}MiB "
+            "or more, a shorter prompt, or KV in 16 bits"
         )
 
 
 def card_of(device_name: str) -> Card | None:
-    """The card in a device's name ("emulated rtx-4090", "cuda:0 NVIDIA H200"); None if the table
-    lacks it."""
+    """The card in a device's name such as "emulated rtx-4090"; None if the table lacks it."""
     try:
         return find_card(device_name.partition(" ")[2])
     except ConfigError:

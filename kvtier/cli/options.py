@@ -15,18 +15,19 @@ from kvtier.units import parse_size
 DEMO_STORE = Path("kvtier-demo")
 
 RUN_DESCRIPTION = """\
-Generate from a long prompt while its KV cache lives in three tiers: VRAM, host RAM and a database on disk.
-Decoding is greedy. A second run with the same --store finds the prompt there and computes only what is missing.
+Generate from a long prompt while its KV cache lives in three tiers: VRAM, host RAM and a database
+on disk. Decoding is greedy. A second run with the same --store finds the prompt there and computes
+only what is missing.
 """
 
 RUN_EPILOG = """\
-sizes: bytes, or a number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).
+sizes: bytes, or a number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024).
 
---verify generates once more with transformers' DynamicCache and compares every token and every logit. The last
-bits of a float depend on how many tokens go through the model at once, so the comparison makes the same forward
-calls: prefill in chunks that end at multiples of the chunk size and, for what came from the store, the calls of
-the run that computed it (runs.json in the store directory), cut back to the restored length. The largest
-difference must then be exactly 0.0.
+--verify generates once more with transformers' DynamicCache and compares every token and every
+logit. The last bits of a float depend on how many tokens go through the model at once, so the
+comparison makes the same forward calls: prefill in chunks that end at multiples of the chunk size
+and, for what came from the store, the calls of the run that computed it (runs.json in the store
+directory), cut back to the restored length. The largest difference must then be exactly 0.0.
 
 exit status: 0 done, 1 failed or --verify found a difference, 2 wrong options, 130 interrupted.
 """
@@ -34,8 +35,7 @@ exit status: 0 done, 1 failed or --verify found a difference, 2 wrong options, 1
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What ``kvtier run`` was asked for. ``None`` for a size means: a share of the prompt's KV
-    (``--demo``)."""
+    """What ``kvtier run`` was asked for. A size of None is a share of the prompt's KV (demo)."""
 
     demo: bool
     model: str | None
@@ -176,7 +176,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         raise ConfigError(f"--store is {store}, which is not a directory; give another path")
     if args.prompt_file is not None and not args.prompt_file.is_file():
         raise ConfigError(
-            f"--prompt-file is {args.prompt_file}, which is not a file; give the path of a text file"
+            f"--prompt-file is {args.prompt_file}, which is not a file; give the path of a text"
         )
     for name, least in (
         ("max_new_tokens", 1),

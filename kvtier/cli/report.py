@@ -139,21 +139,20 @@ class Report:
         console.print()
         console.print(tier_table(self.tiers, self.links))
         say = _plain(console)
+        peak = format_size(self.tiers["vram"].peak_bytes)
         say(
-            f"KV of {self.prompt_tokens + self.generated_tokens:,} tokens: {format_size(self.kv_bytes)}; VRAM tier at most "
-            f"{format_size(self.tiers['vram'].peak_bytes)}, plus {format_size(self.staging_bytes)} of staging buffer"
+            f"KV of {self.prompt_tokens + self.generated_tokens:,} tokens: "
+            f"{format_size(self.kv_bytes)}, of which the VRAM tier held at most {peak} "
+            f"(and a staging buffer of {format_size(self.staging_bytes)})"
         )
         say(f"prompt: {self.restored_tokens:,} tokens restored, {self.computed_tokens:,} computed")
         say(f"time to first token: {self.ttft_s:.2f} s{self._saved_words()}")
         if self.decode_tokens_per_s is not None:
-            say(
-                f"decoding: {self.decode_tokens_per_s:.2f} tokens/s (this machine, not the named card)"
-            )
+            say(f"decoding: {self.decode_tokens_per_s:.2f} tokens/s on this machine")
         say(f"offloading: {moved_words(self.link_bytes_per_token)}")
         if self.measured is not None:
-            say(
-                f"on {self.measured.card.name} that is a slowdown of {self.measured.slowdown:.2f}x: {self.measured.basis()}"
-            )
+            on, basis = self.measured, self.measured.basis()
+            say(f"on {on.card.name} that would be {on.slowdown:.1f}x slower than in VRAM: {basis}")
         self._render_comparison(say)
 
     def _saved_words(self) -> str:
@@ -167,18 +166,16 @@ class Report:
             return
         if not c.identical:
             say(
-                f"NOT identical to transformers' DynamicCache: token {c.first_difference} differs, largest logit "
-                f"difference {c.max_logit_difference:.3g}"
+                f"NOT identical to transformers' DynamicCache: token {c.first_difference} differs, "
+                f"largest logit difference {c.max_logit_difference:.3g}"
             )
             return
         say(
-            f"identical to transformers' DynamicCache: all {self.generated_tokens} tokens, largest logit difference "
-            f"{c.max_logit_difference}"
+            f"identical to transformers' DynamicCache: all {self.generated_tokens} tokens, "
+            f"largest logit difference {c.max_logit_difference}"
         )
         if not c.exact_source:
-            say(
-                "(the calls that computed the restored pages are not on record, so rounding may differ)"
-            )
+            say("(how the restored pages were computed is not on record: rounding may differ)")
 
 
 def tier_table(tiers: dict[str, Any], links: dict[str, Any]) -> Table:

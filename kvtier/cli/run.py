@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 import warnings
@@ -66,9 +67,10 @@ def run(options: RunOptions) -> int:
 
 
 def _run(options: RunOptions, display: Display) -> Report:
+    _need_transformers()
     from kvtier.devices import open_device
     from kvtier.integrations.transformers import TieredCache, layout_of
-    from kvtier.store import TieredStore
+    from kvtier.store.store import TieredStore
 
     with ExitStack() as stack:
         device = open_device(options.device)
@@ -186,8 +188,8 @@ def plan_sizes(options: RunOptions, layout: PageLayout, prompt_tokens: int) -> P
     if vram < least:
         what = "a third of the prompt's KV" if options.vram is None else "--vram"
         raise ConfigError(
-            f"{what} is {vram} bytes, but two pages of {options.page_tokens} tokens take {least} bytes "
-            f"({format_size(least)}); give --vram {-(-least // 1024)}KiB or more"
+            f"{what} is {vram} bytes, but two pages of {options.page_tokens} tokens take {least} "
+            f"bytes ({format_size(least)}); give --vram {-(-least // 1024)}KiB or more"
         )
     # the pages of one call stay in VRAM until it ends, beside those it evicts
     room = vram // page // 2 * options.page_tokens
@@ -205,6 +207,14 @@ def numerics(model: Any, device_name: str) -> str:
         f"torch {torch.__version__}, transformers {transformers.__version__}, {device_name}, "
         f"{torch.get_num_threads()} threads, {model.dtype}, {attention}"
     )
+
+
+def _need_transformers() -> None:
+    for package in ("transformers", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{package} is not installed; run: pip install 'kvtier[transformers]'"
+            )
 
 
 def _load(options: RunOptions, display: Display) -> tuple[Any, Any]:
@@ -226,7 +236,7 @@ def _prompt(options: RunOptions, tokenizer: Any, model: Any) -> torch.Tensor:
     if options.prompt_tokens is not None:
         if ids.shape[1] < options.prompt_tokens:
             raise ConfigError(
-                f"--prompt-tokens is {options.prompt_tokens}, but {name} has {ids.shape[1]} tokens; give at most that"
+                f"--prompt-tokens is {options.prompt_tokens}, but {name} has only {ids.shape[1]}"
             )
         ids = ids[:, : options.prompt_tokens]
     if ids.shape[1] < 2:
@@ -235,8 +245,9 @@ def _prompt(options: RunOptions, tokenizer: Any, model: Any) -> torch.Tensor:
     total = ids.shape[1] + options.max_new_tokens
     if limit is not None and total > limit:
         raise ConfigError(
-            f"{name} has {ids.shape[1]} tokens and --max-new-tokens is {options.max_new_tokens}; the model reads {limit} "
-            f"in all, cut the prompt with --prompt-tokens {max(2, limit - options.max_new_tokens)}"
+            f"{name} has {ids.shape[1]} tokens and --max-new-tokens is {options.max_new_tokens}, "
+            f"but the model reads {limit} in all; cut the prompt with --prompt-tokens "
+            f"{max(2, limit - options.max_new_tokens)}"
         )
     return ids
 

@@ -83,7 +83,8 @@ def converted_model(cache: Path | None = None, progress: Callable[[str], None] =
         work = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
     except OSError as error:
         raise ConfigError(
-            f"the converted demo model cannot be kept in {root}: {error}; point XDG_CACHE_HOME at a writable folder"
+            f"the converted demo model cannot be kept in {root}: {error}; "
+            "point XDG_CACHE_HOME at a writable folder"
         ) from error
     try:
         progress("converting the model once; this takes a quarter of a minute")

@@ -218,7 +218,8 @@ class EmulatedDevice(Device):
             writes = self._spans([(p.dst, p.dst_start, p.dst_start + p.nbytes) for p in pieces])
             if self._check_races and (at := overlap(pieces)) is not None:
                 raise RaceError(f"parts of a {direction} copy overlap at byte {at}, without order")
-            operation = self._order(queue, "copy", direction, reads, writes)
+            operation = self._operation(queue, "copy", direction, reads, writes)
+            self._order(operation)
             operation.nbytes = nbytes = sum(piece.nbytes for piece in pieces)
             operation.overwrites = True
             fault = self.faults.on_copy(direction)
@@ -251,10 +252,11 @@ class EmulatedDevice(Device):
         """
         with self._entered():
             queue = self._own(stream)
-            operation = self._order(
+            operation = self._operation(
                 queue, "kernel", name, self._ranges(reads), self._ranges(writes)
             )
-            require(operation, operation.reads)
+            self._refuse_damaged(operation)
+            self._order(operation)
             operation.action = partial(self._run, kernel)
             self._submit(operation, "vram", self._vram_s(operation.nbytes), self.link.submit_s)
 
@@ -271,12 +273,13 @@ class EmulatedDevice(Device):
         anything. The torch work itself takes its time on the stream."""
         with self._entered():
             queue = self._own(stream)
-            operation = self._order(
+            operation = self._operation(
                 queue, "torch work", name, self._ranges(reads), self._ranges(writes)
             )
             self._clock.spend(self.link.submit_s)
             self._finish_queue(queue)
-            require(operation, operation.reads)
+            self._refuse_damaged(operation)
+            self._order(operation)
             for buffer, start, stop in operation.writes:
                 buffer.damage.clear(start, stop)
             self._submit(operation, "vram", self._vram_s(operation.nbytes), 0.0)
@@ -408,7 +411,7 @@ class EmulatedDevice(Device):
     def _vram_s(self, nbytes: int) -> float:
         return KERNEL_START_S + nbytes / self.card.memory_bandwidth
 
-    def _order(
+    def _operation(
         self,
         stream: EmulatedStream,
         kind: str,
@@ -416,22 +419,35 @@ class EmulatedDevice(Device):
         reads: Sequence[Span],
         writes: Sequence[Span],
     ) -> Operation:
-        """A new operation, checked against everything before it and entered into the logs."""
         self._operations += 1
         nbytes = sum(stop - start for _, start, stop in (*reads, *writes))
-        operation = Operation(
-            self._books, stream, kind, name, self._operations, nbytes, reads, writes
-        )
-        if self._check_races:
-            clock = stream.clock
-            join(clock, self._host)
-            clock[stream.index] += 1
-            access = Access(stream.index, clock[stream.index], operation)
-            for buffer, start, stop in reads:
-                buffer.log.read(start, stop, clock, access, self._host, operation)
-            for buffer, start, stop in writes:
-                buffer.log.write(start, stop, clock, access, operation)
-        return operation
+        return Operation(self._books, stream, kind, name, self._operations, nbytes, reads, writes)
+
+    def _order(self, operation: Operation) -> None:
+        """Check an operation against everything before it and enter it into the logs."""
+        if not self._check_races:
+            return
+        stream, clock = operation.stream, operation.stream.clock
+        join(clock, self._host)
+        clock[stream.index] += 1
+        access = Access(stream.index, clock[stream.index], operation)
+        for buffer, start, stop in operation.reads:
+            buffer.log.read(start, stop, clock, access, self._host, operation)
+        for buffer, start, stop in operation.writes:
+            buffer.log.write(start, stop, clock, access, operation)
+
+    def _refuse_damaged(self, operation: Operation) -> None:
+        """Raise CopyFailedError if it reads what a failure left. It does not enter the logs then,
+        since the caller will not do it; but a race is worth more than the failure it met."""
+        try:
+            require(operation, operation.reads)
+        except CopyFailedError:
+            if self._check_races:
+                clock = operation.stream.clock
+                join(clock, self._host)
+                for buffer, start, stop in operation.reads:
+                    buffer.log.read(start, stop, clock, None, self._host, operation)
+            raise
 
     def _submit(self, operation: Operation, engine: Engine, seconds: float, cost: float) -> None:
         self._clock.spend(cost)

@@ -104,6 +104,8 @@ class AccessLog:
         last = bisect_left(self._starts, stop, first)
         starts: list[int] = []
         states: list[_State] = []
+        # Without an entry for the new access, only what the host has seen may be forgotten.
+        seen = host if by is None else clock
         for index in range(first, last):
             old = self._states[index]
             write = old.write
@@ -114,7 +116,7 @@ class AccessLog:
                     write = None
             reads = old.reads
             if reads:
-                reads = tuple(read for read in reads if clock[read.stream] < read.seq)
+                reads = tuple(read for read in reads if seen[read.stream] < read.seq)
             if by is not None:
                 reads = (*reads, by)
             state = _State(write, reads) if write is not None or reads else _UNTOUCHED

@@ -183,7 +183,7 @@ class Session:
 
     def fork(self, *, name: str | None = None) -> Session:
         """A second continuation: sealed pages are shared, unsealed ones copied."""
-        self._open()
+        self.seal()
         other = Session(self.store, self.identity, name=name or self.name)
         self._end_lease()  # making room for the copies may have to move pages
         slots = self.store.take_tails(len(self.tails)) if self.tails else []

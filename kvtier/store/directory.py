@@ -55,6 +55,8 @@ class Directory:
         assert copy.tier not in page.copies
         page.copies[copy.tier] = copy
         self.counts[copy.tier] += 1
+        if copy.tier == self.floor and page.owners:
+            copy.holds += 1
         if not copy.arriving:
             self._resident(page, copy)
 
@@ -140,8 +142,6 @@ class Directory:
     def _resident(self, page: Page, copy: Copy) -> None:
         self.policies[copy.tier].insert(page.facts(self.page_bytes))
         self.stats[copy.tier].pages_in += 1
-        if copy.tier == self.floor and page.owners:
-            copy.holds += 1
         if copy.holds:
             self.policies[copy.tier].pin(page.key)
 

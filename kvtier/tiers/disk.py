@@ -385,8 +385,8 @@ class DiskTier:
         if os.getpid() != self._pid:
             raise DiskError(
                 errno.EPERM,
-                f"this disk tier was opened by process {self._pid} and cannot be used in its "
-                f"forked child {os.getpid()}; open tiers after the fork, or start children with spawn",
+                f"it was opened by process {self._pid} and cannot be used in its forked "
+                f"child {os.getpid()}; open tiers after the fork, or start children with spawn",
                 str(self._file.folder),
             )
 

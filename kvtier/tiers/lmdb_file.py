@@ -236,8 +236,8 @@ class LmdbFile:
         if magic != _META_MAGIC or version != SCHEMA_VERSION:
             raise DiskError(
                 errno.EPROTONOSUPPORT,
-                f"the folder has storage version {version}, this kvtier reads {SCHEMA_VERSION}; use "
-                "the kvtier that wrote it, choose another folder, or delete this one (it is a cache)",
+                f"the folder has storage version {version}, this kvtier reads {SCHEMA_VERSION}; "
+                "use the kvtier that wrote it, another folder, or delete this one (it is a cache)",
                 str(self.path),
             )
 

@@ -262,6 +262,7 @@ class TieredCache(Cache):
         if not self._columns:
             mask = inputs.attention_mask if inputs is not None else None
             self._pads = _left_padding(mask, rows, mask.shape[1] if mask is not None else 0)
+        inputs = self._check_positions(inputs, count)
         columns = self._columns + count
         news = [max(0, columns - max(pad, self._columns)) for pad in self._pads]
         for session in self._sessions:
@@ -319,6 +320,7 @@ class TieredCache(Cache):
         new: list[Session] = []
         try:
             for at, row in enumerate(rows):
+                # The last taker of a row gets the row itself.
                 new.append(old[row] if last[row] == at else old[row].fork())
         except BaseException:
             for session in new:
@@ -376,6 +378,29 @@ class TieredCache(Cache):
                 f"the active adapters have changed under a cache that holds {self._columns} tokens computed with the old "
                 "ones; make a new TieredCache for the new adapters"
             )
+
+    def _check_positions(self, inputs: ForwardInputs | None, count: int) -> ForwardInputs | None:
+        """The new tokens must follow the cached ones. Tokens at positions of their own have KV of their own: they
+        are served, but not shared (``None``).
+
+        Raises:
+            UnsupportedModelError: the model is fed tokens again that the cache holds.
+        """
+        if inputs is None or inputs.position_ids is None:
+            return inputs
+        for row, positions in enumerate(inputs.position_ids.tolist()):
+            first = max(self._pads[row], self._columns)
+            want = list(range(first - self._pads[row], self._columns + count - self._pads[row]))
+            given = positions[count - len(want) :] if want else []
+            if given != want:
+                if self._columns and given and given[0] < want[0]:
+                    raise UnsupportedModelError(
+                        f"the model is fed position {given[0]} of a sequence of which the cache holds {want[0]} tokens. "
+                        "Assisted and prompt-lookup decoding do that with a cache that was filled before; call "
+                        "generate() on an empty cache for them (no load_prefix, or reset())"
+                    )
+                return None
+        return inputs
 
     def _check_mask(self, inputs: ForwardInputs) -> None:
         mask = inputs.attention_mask

@@ -28,10 +28,12 @@ class ForwardInputs:
     Attributes:
         input_ids: ``[rows, columns]`` or ``None`` if the ids do not tell all.
         attention_mask: two-dimensional mask or ``None``.
+        position_ids: ``[rows, columns]`` (or one row for all) or ``None`` if the model counts itself.
     """
 
     input_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None = None
 
     @property
     def rows(self) -> int | None:
@@ -66,8 +68,11 @@ def watch_forward(model: torch.nn.Module, cache: TieredCache) -> Callable[[], No
         ids = given.get("input_ids")
         if any(given.get(name) is not None for name in _OTHER_INPUTS):
             ids = None
-        mask = given.get("attention_mask")
-        target.expect(ForwardInputs(ids, mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None))
+        target.expect(ForwardInputs(ids, _flat(given.get("attention_mask")), _flat(given.get("position_ids"))))
 
     handle = inner.register_forward_pre_hook(hook, with_kwargs=True)
     return handle.remove
+
+
+def _flat(value: object) -> torch.Tensor | None:
+    return value if isinstance(value, torch.Tensor) and value.dim() == 2 else None

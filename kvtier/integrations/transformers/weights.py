@@ -2,27 +2,31 @@
 
 Two levels, both over every bit:
 
-* The digest proper: SHA-256 of each tensor's bytes, then of (name, dtype, shape, that) of all tensors in the
+* The digest proper: SHA-256 of each tensor's bytes, then of (name, dtype, shape, that) of all
+tensors in the
   order of names. Equal digests mean equal weights, on any machine. About 1.4 GB/s on one CPU core.
-* The check that decides whether a tensor's SHA-256 may be reused: each row of 2**16 words of 64 bits goes
-  through the multilinear hash sum(a[i] * low32(x[i]) + b[i] * high32(x[i])) mod 2**64 with secret random a, b
-  (Carter and Wegman, "Universal classes of hash functions", 1979), the row sums through BLAKE2b. One pass of
-  integer arithmetic where the weights lie. A single changed element is always seen, because a and b are odd;
-  any other change that was made without knowledge of the secret is missed with a probability of at most
-  2**-32 a row (two equal differences of 2**31, whose factors add up to a multiple of 2**33).
+* The check that decides whether a tensor's SHA-256 may be reused: each row of 2**16 words of 64
+bits goes
+  through the multilinear hash sum(a[i] * low32(x[i]) + b[i] * high32(x[i])) mod 2**64 with secret
+  random a, b (Carter and Wegman, "Universal classes of hash functions", 1979), the row sums through
+  BLAKE2b. One pass of integer arithmetic where the weights lie. A single changed element is always
+  seen, because a and b are odd; any other change that was made without knowledge of the secret is
+  missed with a probability of at most 2**-32 a row (two equal differences of 2**31, whose factors
+  add up to a multiple of 2**33).
 
-So an edit of one element, in place, by ``.data``, by a merge or by an optimiser step changes the digest at
-the next call. ``Tensor._version`` is no help: it does not count edits through ``.data``.
+So an edit of one element, in place, by ``.data``, by a merge or by an optimiser step changes the
+digest at the next call. ``Tensor._version`` is no help: it does not count edits through ``.data``.
 
-Names are those of the model without adapters: PEFT's wrappers are undone, their own weights left out.
-Not seen: tensors that a module keeps without registering them as parameter or buffer.
+Names are those of the model without adapters: PEFT's wrappers are undone, their own weights left
+out. Not seen: tensors that a module keeps without registering them as parameter or buffer.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -39,6 +43,11 @@ _ROWS_ELSEWHERE = 64
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
+@runtime_checkable
+class _HasBase(Protocol):
+    def get_base_model(self) -> nn.Module: ...
+
+
 class _Known(NamedTuple):
     check: bytes
     digest: bytes
@@ -47,7 +56,8 @@ class _Known(NamedTuple):
 class WeightsDigest:
     """The digest of one model's weights, with what was learned at the last call.
 
-    Holds two secret vectors a device (2 x 512 KiB) and 64 bytes a tensor, and no reference to the model.
+    Holds two secret vectors a device (2 x 512 KiB) and 64 bytes a tensor, and no reference to the
+    model.
     """
 
     def __init__(self) -> None:
@@ -57,11 +67,13 @@ class WeightsDigest:
         self.hashed = 0
 
     def digest(self, model: nn.Module) -> bytes:
-        """32 bytes: the digest of all parameters and buffers as they are now. Waits for their device.
+        """32 bytes: the digest of all parameters and buffers as they are now. Waits for their
+        device.
 
         Raises:
             IdentityError: a weight is on the meta device (offloaded to disk, or never loaded).
-            UnsupportedModelError: a weight is of a tensor type without a rule, for instance quantised.
+            UnsupportedModelError: a weight is of a tensor type without a rule, for instance
+                quantised.
         """
         tensors = dict(named_weights(model))
         checks = self._checks(tensors)
@@ -93,7 +105,10 @@ class WeightsDigest:
             sums.setdefault(tensor.device, []).extend(parts)
             counts.append((name, tensor.device, sum(part.numel() for part in parts)))
         # One transfer a device, not one a tensor.
-        values = {device: torch.cat(parts).cpu().numpy() if parts else None for device, parts in sums.items()}
+        values = {
+            device: torch.cat(parts).cpu().numpy() if parts else None
+            for device, parts in sums.items()
+        }
         at = dict.fromkeys(values, 0)
         checks: dict[str, bytes] = {}
         for name, device, count in counts:
@@ -122,8 +137,13 @@ class WeightsDigest:
     def _secret(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if device not in self._factors:
             if not self._factors:
-                generator = torch.Generator().manual_seed(torch.seed_from_os() if False else _os_seed())
-                first = torch.randint(-(2**63), 2**63 - 1, (2, ROW), generator=generator, dtype=torch.int64) | 1
+                generator = torch.Generator().manual_seed(secrets.randbits(63))
+                first = (
+                    torch.randint(
+                        -(2**63), 2**63 - 1, (2, ROW), generator=generator, dtype=torch.int64
+                    )
+                    | 1
+                )
             else:
                 first = torch.stack(next(iter(self._factors.values()))).cpu()
             a, b = first.to(device)
@@ -132,7 +152,8 @@ class WeightsDigest:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of the model without adapters, each storage once, under the model's own names.
+    """Every parameter and buffer of the model without adapters, each storage once, under the
+    model's own names.
 
     Raises:
         IdentityError: a weight is on the meta device.
@@ -153,21 +174,31 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor.detach()
 
 
+def base_model(model: nn.Module) -> Any:
+    """The transformers model inside a ``PeftModel``, or ``model`` itself."""
+    return model.get_base_model() if isinstance(model, _HasBase) else model
+
+
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of the model without adapters with their paths, PEFT's wrappers undone."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     stack: list[tuple[str, nn.Module]] = [("", base)]
     seen: set[int] = set()
     while stack:
         path, module = stack.pop()
-        # Both kinds of wrapper keep what they wrap under these names and nothing else of the base model.
+        # Both kinds of wrapper keep what they wrap under these names and nothing else of the base
+        # model.
         while (inner := wrapped(module)) is not None:
             module = inner
         if id(module) in seen:
             continue
         seen.add(id(module))
         yield path, module
-        children = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None]
+        children = [
+            (f"{path}.{name}" if path else name, child)
+            for name, child in module._modules.items()
+            if child is not None
+        ]
         stack.extend(reversed(children))
 
 
@@ -175,7 +206,9 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     """What a PEFT layer wraps; ``None`` for any other module."""
     for attribute in ("base_layer", "original_module"):
         inner = module._modules.get(attribute)
-        if inner is not None and any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
+        if inner is not None and any(
+            cls.__module__.startswith("peft.") for cls in type(module).__mro__
+        ):
             return inner
     return None
 
@@ -183,13 +216,15 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 def _refuse(name: str, tensor: torch.Tensor) -> None:
     if tensor.device.type == "meta":
         raise IdentityError(
-            f"weight {name} is on the meta device (offloaded to disk, or not loaded), so its content cannot be determined; "
+            f"weight {name} is on the meta device (offloaded to disk, or not loaded), so its "
+            "content cannot be determined; "
             "load the model into memory. Without it pages are not shared."
         )
     plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_quantized
     if not plain:
         raise UnsupportedModelError(
-            f"weight {name} is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}); there is no rule how to hash its "
+            f"weight {name} is a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}); there "
+            "is no rule how to hash its "
             "quantisation or sharding state. Use unquantised, unsharded weights"
         )
 
@@ -206,7 +241,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, bytes]:
     """The tensor as 64-bit words, and the up to 7 bytes left over."""
     data = _flat_bytes(tensor)
     whole = data.numel() // 8 * 8
-    tail = data[whole:].cpu().numpy().tobytes()
+    tail = data[whole:].cpu().numpy().tobytes() if whole < data.numel() else b""
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()
     return data[:whole].view(torch.int64), tail
@@ -219,9 +254,3 @@ def _sha256(tensor: torch.Tensor) -> bytes:
     for at in range(0, data.numel(), step):
         h.update(data[at : at + step].cpu().numpy().data)
     return h.digest()
-
-
-def _os_seed() -> int:
-    import secrets
-
-    return secrets.randbits(63)

@@ -1,0 +1,914 @@
+"""The disk tier as its callers see it: round trips, restarts, limits, damage, faults."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import disk_child
+import lmdb
+import numpy as np
+import pytest
+import xxhash
+from disk_child import (
+    CAPACITY,
+    PAGE_BYTES,
+    PLANES,
+    key_of,
+    open_tier,
+    page_of,
+    parent_of,
+    put,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineExceededError,
+    DiskError,
+    LayoutError,
+    TierFullError,
+)
+from kvtier.tiers.disk import DiskTier
+
+DEADLINE_S = 20
+
+
+def read(tier: DiskTier, number: int, nbytes: int = PAGE_BYTES) -> bool:
+    """Whether the page is a hit; a hit with other bytes than were put fails."""
+    out = np.zeros(nbytes, np.uint8)
+    hit = tier.read(key_of(number), out)
+    assert not hit or np.array_equal(out, page_of(number, nbytes)), f"page {number} is wrong"
+    return hit
+
+
+def read_plane(tier: DiskTier, number: int, plane: int) -> bool:
+    at, nbytes = PLANES[plane]
+    out = np.zeros(nbytes, np.uint8)
+    hit = tier.read_plane(key_of(number), plane, out)
+    assert not hit or np.array_equal(out, page_of(number)[at : at + nbytes])
+    return hit
+
+
+def fill(tier: DiskTier, count: int, first: int = 0, **options: Any) -> None:
+    for future in [put(tier, number, **options) for number in range(first, first + count)]:
+        future.result(DEADLINE_S)
+
+
+def pages_that_fit(tier: DiskTier) -> int:
+    return tier.live_capacity_bytes // tier.stored_bytes_of(PAGE_BYTES)
+
+
+def folder_bytes(folder: Path) -> int:
+    """What ``du`` counts, folder included."""
+    return 512 * sum(os.lstat(path).st_blocks for path in [folder, *folder.rglob("*")])
+
+
+# ---------------------------------------------------------------- round trips and restarts
+
+
+def test_pages_and_planes_come_back(tmp_path: Path) -> None:
+    with open_tier(tmp_path / "tier") as tier:
+        fill(tier, 10)
+        assert len(tier) == 10
+        assert tier.live_bytes == 10 * tier.stored_bytes_of(PAGE_BYTES)
+        assert all(read(tier, number) for number in range(10))
+        assert all(read_plane(tier, n, plane) for n in range(10) for plane in range(3))
+        assert not read(tier, 10)
+        outs = [np.zeros(2000, np.uint8) for _ in range(3)]
+        assert tier.read_planes([key_of(3), key_of(77), key_of(5)], 1, outs) == [True, False, True]
+        assert np.array_equal(outs[2], page_of(5)[2016:4016])
+        tier.check()
+        stats = tier.stats()
+        assert (stats.puts, stats.entries, stats.damaged) == (10, 10, 0)
+        assert (stats.reads, stats.hits, stats.misses) == (44, 42, 2)
+        assert stats.bytes_written == 10 * PAGE_BYTES
+    assert oct((tmp_path / "tier").stat().st_mode & 0o777) == "0o700"
+    for file in (tmp_path / "tier").iterdir():
+        assert oct(file.stat().st_mode & 0o777) == "0o600", file
+
+
+def test_a_page_of_many_pieces(tmp_path: Path) -> None:
+    nbytes, planes = 260_000, [(i * 26_000, 26_000) for i in range(10)]
+    options = {"page_bytes": nbytes, "plane_ranges": planes, "capacity_bytes": 8 << 20}
+    with open_tier(tmp_path, **options) as tier:
+        for number in range(4):
+            put(tier, number, data=page_of(number, nbytes))
+        tier.flush()
+        assert all(read(tier, number, nbytes) for number in range(4))
+        for plane, (at, size) in enumerate(planes):
+            out = np.zeros(size, np.uint8)
+            assert tier.read_plane(key_of(2), plane, out)
+            assert np.array_equal(out, page_of(2, nbytes)[at : at + size])
+        tier.delete([key_of(3)]).result(DEADLINE_S)
+        tier.check()
+
+
+@pytest.mark.parametrize("durability", ["durable", "relaxed"])
+def test_a_restart_keeps_index_and_bytes(tmp_path: Path, durability: str) -> None:
+    with open_tier(tmp_path, durability=durability) as tier:
+        fill(tier, 9)
+        before = list(tier.records())
+    with open_tier(tmp_path, durability=durability) as tier:
+        assert list(tier.records()) == before
+        assert [(r.key, r.parent, r.depth) for r in before] == [
+            (key_of(n), *parent_of(n)) for n in range(9)
+        ]
+        assert {r.identity for r in before} == {b"identity"}
+        assert {r.layout for r in before} == {b"layout"}
+        assert {r.nbytes for r in before} == {PAGE_BYTES}
+        assert sum(r.stored_bytes for r in before) == tier.live_bytes
+        assert tier.stats().opened.kept == 9
+        assert all(read(tier, number) for number in range(9))
+        tier.check()
+
+
+def test_parents_come_before_children_even_if_stored_again_later(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+        tier.delete([key_of(0)])
+        fill(tier, 1)
+    with open_tier(tmp_path) as tier:
+        assert [r.key for r in tier.records()] == [key_of(n) for n in range(4)]
+
+
+def test_ephemeral_pages_and_unusable_suffixes_end_with_the_tier(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 8)
+        fill(tier, 4, first=8, ephemeral=True)
+        tier.delete([key_of(5)]).result(DEADLINE_S)
+        assert read(tier, 9)
+    with open_tier(tmp_path) as tier:
+        assert {r.key for r in tier.records()} == {key_of(n) for n in range(5)}
+        opened = tier.stats().opened
+        assert (opened.ephemeral, opened.orphans) == (4, 2)
+        tier.check()
+
+
+def test_a_put_replaces_and_deletes_are_ordered_with_puts(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        put(tier, 0, data=page_of(99))
+        put(tier, 0)
+        put(tier, 4)
+        tier.delete([key_of(4), key_of(77)])
+        put(tier, 8)
+        tier.delete([key_of(8)])
+        put(tier, 8)
+        tier.check()
+        assert [read(tier, n) for n in (0, 4, 8)] == [True, False, True]
+        assert key_of(4) not in tier
+        assert tier.stored_bytes(key_of(4)) == 0
+        assert tier.stored_bytes(key_of(8)) == tier.stored_bytes_of(PAGE_BYTES)
+
+
+def test_many_keys_are_deleted_by_one_call(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 60)
+        tier.delete([key_of(n) for n in range(60)]).result(DEADLINE_S)
+        assert len(tier) == 0
+        tier.delete([]).result(DEADLINE_S)
+        tier.check()
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """The tier against a dict, over restarts with other capacities."""
+
+    SIZES = (768 << 10, 1 << 20, 2 << 20)
+
+    def __init__(self) -> None:
+        super().__init__()
+        shm = Path("/dev/shm")
+        self.folder = Path(tempfile.mkdtemp(dir=shm if os.access(shm, os.W_OK) else None))
+        self.model: dict[bytes, tuple[bytes | None, int, int]] = {}  # parent, depth, content
+        self.age: dict[bytes, int] = {}
+        self.clock = 0
+        self.serial = 0
+
+    @initialize(size=st.sampled_from(SIZES))
+    def start(self, size: int) -> None:
+        self.size = size
+        self.tier = open_tier(self.folder, capacity_bytes=size)
+
+    def teardown(self) -> None:
+        self.tier.close()
+        shutil.rmtree(self.folder)
+
+    def _put(self, key: bytes, parent: bytes | None, depth: int, content: int) -> None:
+        future = self.tier.put(
+            key, parent=parent, depth=depth, identity=b"i", data=page_of(content)
+        )
+        stored = self.tier.stored_bytes_of(PAGE_BYTES)
+        if key not in self.model and (len(self.model) + 1) * stored > self.tier.live_capacity_bytes:
+            with pytest.raises(TierFullError):
+                future.result(DEADLINE_S)
+            return
+        self.clock += 1
+        self.model[key], self.age[key] = (parent, depth, content), self.clock
+
+    @rule(data=st.data(), count=st.sampled_from([1, 1, 20, 60]))
+    def put_new(self, data: st.DataObject, count: int) -> None:
+        parent = data.draw(st.none() | st.sampled_from(sorted(self.model) or [None]))
+        depth = 0 if parent is None else self.model[parent][1] + 1
+        for _ in range(count):
+            self.serial += 1
+            self._put(key_of(self.serial), parent, depth, self.serial)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def put_again(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model)))
+        parent, depth, _ = self.model[key]
+        self.serial += 1
+        self._put(key, parent, depth, self.serial)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=12))
+        self.tier.delete(keys)
+        for key in keys:
+            self.model.pop(key, None)
+
+    @rule()
+    def flush(self) -> None:
+        self.tier.flush()
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), plane=st.sampled_from([None, 0, 1, 2]))
+    def get(self, data: st.DataObject, plane: int | None) -> None:
+        self.tier.flush()
+        key = data.draw(st.sampled_from(sorted(self.model)))
+        want = page_of(self.model[key][2])
+        if plane is not None:
+            want = want[PLANES[plane][0] :][: PLANES[plane][1]]
+        out = np.zeros(want.size, np.uint8)
+        assert self.tier.read(key, out) if plane is None else self.tier.read_plane(key, plane, out)
+        assert np.array_equal(out, want)
+
+    @rule(size=st.sampled_from(SIZES))
+    def reopen(self, size: int) -> None:
+        assert self.tier.close().clean
+        self.tier = open_tier(self.folder, capacity_bytes=size)
+        for key in sorted(self.model, key=lambda k: self.model[k][1]):
+            if self.model[key][0] is not None and self.model[key][0] not in self.model:
+                del self.model[key]
+        while len(self.model) > pages_that_fit(self.tier):
+            parents = {parent for parent, _, _ in self.model.values()}
+            leaves = [key for key in self.model if key not in parents]
+            del self.model[min(leaves, key=self.age.__getitem__)]
+        assert folder_bytes(self.folder) <= size
+
+    @invariant()
+    def books(self) -> None:
+        if hasattr(self, "tier"):
+            self.tier.check()
+            assert {r.key for r in self.tier.records()} == set(self.model)
+            assert self.tier.live_bytes <= self.tier.live_capacity_bytes
+            assert self.tier.stats().map_full == 0
+
+
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_the_folder_never_passes_its_capacity(tmp_path: Path) -> None:
+    """Twelve restarts of a full tier under churn, then smaller, then larger."""
+    number = 0
+    live: list[int] = []
+    for size in [CAPACITY] * 12 + [1 << 20, 3 << 20]:
+        with open_tier(tmp_path, capacity_bytes=size) as tier:
+            assert folder_bytes(tmp_path) <= size
+            live = [n for n in live if key_of(n) in tier]
+            assert len(live) == len(tier) == min(len(live), pages_that_fit(tier))
+            for _ in range(pages_that_fit(tier)):
+                if len(live) == pages_that_fit(tier):
+                    tier.delete([key_of(live.pop(number % len(live)))])
+                put(tier, number, parent=None, depth=0)
+                live.append(number)
+                number += 1
+            tier.check()
+            assert folder_bytes(tmp_path) <= size
+            assert tier.stats().map_full == 0
+            assert all(read(tier, n) for n in live)
+        assert folder_bytes(tmp_path) <= size
+
+
+def test_a_put_beyond_the_limit_is_refused_and_harmless(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        full = pages_that_fit(tier)
+        fill(tier, full)
+        with pytest.raises(TierFullError, match="delete pages first") as caught:
+            put(tier, full).result(DEADLINE_S)
+        assert (caught.value.tier, caught.value.needed_bytes) == (
+            "disk",
+            tier.stored_bytes_of(PAGE_BYTES),
+        )
+        fill(tier, 4)  # replacing is not growing
+        tier.delete([key_of(0)])
+        put(tier, full).result(DEADLINE_S)
+        tier.check()
+
+
+def test_the_smallest_capacity_is_named_and_works(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"give it at least ([0-9.]+) KiB") as caught:
+        open_tier(tmp_path, capacity_bytes=100_000)
+    need = float(str(caught.value).split("at least ")[1].split(" KiB")[0]) * 1024
+    with open_tier(tmp_path, capacity_bytes=round(need)) as tier:
+        fill(tier, 1)
+        assert folder_bytes(tmp_path) <= need
+
+
+def test_a_full_map_fails_the_put_and_nothing_else(tmp_path: Path) -> None:
+    """An old snapshot keeps freed pages from being used, so the map runs full for real."""
+    with open_tier(tmp_path) as tier:
+        full = pages_that_fit(tier)
+        fill(tier, full)
+        stored = list(range(full))
+        refused = None
+        with tier._file.reading():
+            for number in range(full, 3 * full):
+                tier.delete([key_of(stored[0])]).result(DEADLINE_S)
+                stored.pop(0)
+                refused = put(tier, number, parent=None, depth=0).exception(DEADLINE_S)
+                if refused is not None:
+                    break
+                stored.append(number)
+            assert isinstance(refused, TierFullError)
+            assert "snapshot" in str(refused)
+            assert all(read(tier, n) for n in stored)
+        put(tier, 3 * full, parent=None, depth=0).result(DEADLINE_S)
+        assert all(read(tier, n) for n in [*stored, 3 * full])
+        assert tier.stats().map_full >= 1
+        tier.check()
+
+
+# ---------------------------------------------------------------- damage
+
+
+def alter_file(folder: Path, find: bytes, at: int) -> None:
+    """Flip a bit ``at`` bytes behind the only place where ``find`` is in the data file."""
+    raw = (folder / "data.mdb").read_bytes()
+    assert raw.count(find) == 1
+    where = raw.index(find) + at
+    with open(folder / "data.mdb", "r+b") as file:
+        file.seek(where)
+        file.write(bytes([raw[where] ^ 4]))
+
+
+@pytest.mark.parametrize("plane", [0, 1, 2])
+def test_damage_in_one_plane_leaves_the_others_readable(tmp_path: Path, plane: int) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+    at, nbytes = PLANES[plane]
+    alter_file(tmp_path, page_of(2)[at : at + 64].tobytes(), nbytes - 1)
+    reports: list[tuple[bytes, str]] = []
+    with open_tier(tmp_path, on_damage=lambda key, why: reports.append((key, why))) as tier:
+        assert [read_plane(tier, 2, p) for p in range(3) if p != plane] == [True, True]
+        assert not read_plane(tier, 2, plane)
+        assert key_of(2) not in tier
+        assert reports == [(key_of(2), f"plane {plane} does not match its checksum")]
+        assert tier.stats().damaged == 1
+        tier.check()
+        assert len(tier) == 3
+        assert not read(tier, 2)
+        put(tier, 2).result(DEADLINE_S)
+        assert read(tier, 2)
+        assert all(read_plane(tier, 2, p) for p in range(3))
+
+
+def test_a_whole_page_is_verified_between_its_planes_too(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 1)
+    alter_file(tmp_path, page_of(0)[:64].tobytes(), 2005)
+    with open_tier(tmp_path) as tier:
+        assert all(read_plane(tier, 0, p) for p in range(3))
+        assert not read(tier, 0)
+        tier.check()
+
+
+def raw_write(tier: DiskTier, change: Callable[[Any, Any, Any], None]) -> None:
+    """Change the database behind the tier's back."""
+    tier.flush()
+    with tier._file.writing() as txn:
+        change(txn, tier._file.index, tier._file.pages)
+
+
+def test_every_byte_of_an_index_entry_counts(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 2)
+        with tier._file.reading() as txn:
+            length = len(txn.get(key_of(1), db=tier._file.index))
+        for at in range(length):
+
+            def flip(txn: Any, index: Any, pages: Any, at: int = at) -> None:
+                raw = bytearray(txn.get(key_of(1), db=index))
+                raw[at] ^= 0x10
+                txn.put(key_of(1), bytes(raw), db=index)
+
+            raw_write(tier, flip)
+            assert not read(tier, 1)
+            assert not read_plane(tier, 1, 0)
+            put(tier, 1).result(DEADLINE_S)
+            assert read(tier, 1)
+        assert tier.stats().damaged == length
+        tier.check()
+
+
+def swap_pieces(txn: Any, index: Any, pages: Any) -> None:
+    a, b = key_of(0) + b"\0\0", key_of(4) + b"\0\0"
+    first, second = txn.get(a, db=pages), txn.get(b, db=pages)
+    txn.put(a, second, db=pages)
+    txn.put(b, first, db=pages)
+
+
+def swap_entries(txn: Any, index: Any, pages: Any) -> None:
+    first, second = txn.get(key_of(0), db=index), txn.get(key_of(4), db=index)
+    txn.put(key_of(0), second, db=index)
+    txn.put(key_of(4), first, db=index)
+
+
+def truncate(txn: Any, index: Any, pages: Any) -> None:
+    for number in (0, 4):
+        key = key_of(number) + b"\0\0"
+        txn.put(key, txn.get(key, db=pages)[:-1], db=pages)
+
+
+def lose_payload(txn: Any, index: Any, pages: Any) -> None:
+    for number in (0, 4):
+        txn.delete(key_of(number) + b"\0\0", db=pages)
+
+
+def lose_entry(txn: Any, index: Any, pages: Any) -> None:
+    for number in (0, 4):
+        txn.delete(key_of(number), db=index)
+
+
+@pytest.mark.parametrize("change", [swap_pieces, swap_entries, truncate, lose_payload, lose_entry])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_changed_database_gives_misses(
+    tmp_path: Path, change: Callable[..., None], restart: bool
+) -> None:
+    tier = open_tier(tmp_path)
+    fill(tier, 1, first=0)
+    fill(tier, 1, first=4)
+    fill(tier, 1, first=8)
+    raw_write(tier, change)
+    if restart:
+        tier.close()
+        tier = open_tier(tmp_path)
+    assert [read(tier, n) for n in (0, 4, 8)] == [False, False, True]
+    fill(tier, 1, first=0)
+    fill(tier, 1, first=4)
+    assert all(read(tier, n) for n in (0, 4, 8))
+    tier.check()
+    tier.close()
+
+
+def test_other_layouts_and_sizes_are_dropped(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+    with open_tier(tmp_path, layout_digest=b"other") as tier:
+        assert len(tier) == 0
+        assert tier.stats().opened.other_layout == 4
+        fill(tier, 4)
+    with open_tier(tmp_path, page_bytes=7000, layout_digest=b"other") as tier:
+        assert tier.stats().opened.other_layout == 4
+        put(tier, 0, data=page_of(0, 7000)).result(DEADLINE_S)
+        assert read(tier, 0, 7000)
+        tier.check()
+
+
+def test_damaged_entries_are_dropped_at_open(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+        raw_write(tier, lambda txn, index, pages: txn.put(key_of(2), b"nonsense", db=index))
+    with open_tier(tmp_path) as tier:
+        opened = tier.stats().opened
+        assert (opened.kept, opened.damaged, opened.orphans) == (2, 1, 1)
+        tier.check()  # their payloads are gone too
+
+
+@pytest.mark.parametrize("how", ["cut", "garbage", "empty meta"])
+def test_a_damaged_file_starts_empty_and_says_so(tmp_path: Path, how: str) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 20)
+    data = tmp_path / "data.mdb"
+    if how == "cut":
+        os.truncate(data, 40_000)
+    else:
+        with open(data, "r+b") as file:
+            file.write(np.random.default_rng(0).bytes(9000) if how == "garbage" else bytes(9000))
+    with pytest.warns(RuntimeWarning, match="starts empty"):
+        tier = open_tier(tmp_path)
+    assert tier.stats().opened.emptied
+    assert len(tier) == 0
+    fill(tier, 4)
+    assert all(read(tier, n) for n in range(4))
+    assert folder_bytes(tmp_path) <= CAPACITY
+    tier.close()
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "foreign"), lib_version=0) as env, env.begin(write=True) as txn:
+        txn.put(b"precious", b"data")
+    (tmp_path / "garbage").mkdir()
+    (tmp_path / "garbage" / "data.mdb").write_bytes(b"precious" * 2000)
+    for name in ("foreign", "garbage"):
+        before = (tmp_path / name / "data.mdb").read_bytes()
+        with pytest.raises(DiskError, match="choose another folder"):
+            open_tier(tmp_path / name)
+        assert (tmp_path / name / "data.mdb").read_bytes()[: len(before)] == before
+
+
+def test_another_storage_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 1)
+        with tier._file.writing() as txn:
+            raw = txn.get(b"kvtier")
+            body = raw[:8] + (99).to_bytes(4, "little")
+            txn.put(b"kvtier", body + xxhash.xxh3_64_digest(body))
+    with pytest.raises(DiskError, match=r"version 99.*reads 1.*delete"):
+        open_tier(tmp_path)
+
+
+# ---------------------------------------------------------------- faults
+
+
+class FaultyTransaction:
+    """A write transaction in which ``put`` or ``commit`` fails."""
+
+    def __init__(self, txn: lmdb.Transaction, where: str, error: Exception) -> None:
+        self._txn, self._where, self._error = txn, where, error
+
+    def put(self, *args: Any, **kwargs: Any) -> bool:
+        if self._where == "put":
+            raise self._error
+        return self._txn.put(*args, **kwargs)
+
+    def commit(self) -> None:
+        if self._where == "commit":
+            self._txn.abort()
+            raise self._error
+        self._txn.commit()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._txn, name)
+
+
+def lmdb_error(cls: type[lmdb.Error], text: str, code: int) -> lmdb.Error:
+    error = cls(text)
+    with suppress(AttributeError, TypeError):
+        error.code = code  # type: ignore[attr-defined]
+    return error
+
+
+@contextmanager
+def faults(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception, times: int
+) -> Iterator[None]:
+    begin, left = tier._file.begin_write, [times]
+
+    def faulty() -> Any:
+        if left[0] == 0:
+            return begin()
+        left[0] -= 1
+        if where == "begin":
+            raise error
+        return FaultyTransaction(begin(), where, error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._file, "begin_write", faulty)
+        yield
+
+
+@pytest.mark.parametrize("where", ["begin", "put", "commit"])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (lmdb_error(lmdb.Error, "mdb_txn_commit: Input/output error", errno.EIO), errno.EIO),
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (lmdb.CorruptedError("mdb_put: MDB_CORRUPTED"), errno.EIO),
+    ],
+)
+def test_a_failed_write_fails_its_put_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception, code: int
+) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+        with faults(tier, monkeypatch, where, error, 1):
+            with pytest.raises(DiskError, match=str(tmp_path)) as caught:
+                put(tier, 4).result(DEADLINE_S)
+            assert caught.value.errno == code
+            assert all(read(tier, n) for n in range(4))
+            assert not read(tier, 4)
+            put(tier, 4).result(DEADLINE_S)
+        assert all(read(tier, n) for n in range(5))
+        assert tier.stats().commit_errors == 1
+        tier.check()
+
+
+@pytest.mark.parametrize(("times", "works"), [(1, True), (2, True), (100, False)])
+@pytest.mark.parametrize("where", ["put", "commit"])
+def test_a_full_map_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, times: int, works: bool
+) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+        with faults(tier, monkeypatch, where, lmdb.MapFullError("mdb_put: MDB_MAP_FULL"), times):
+            if works:
+                put(tier, 4).result(DEADLINE_S)
+            else:
+                with pytest.raises(TierFullError):
+                    put(tier, 4).result(DEADLINE_S)
+        assert read(tier, 4) == works
+        assert all(read(tier, n) for n in range(4))
+        tier.check()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_panicked_environment_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 4)
+        with faults(tier, monkeypatch, "begin", lmdb.PanicError("MDB_PANIC"), times):
+            error = put(tier, 4).exception(DEADLINE_S)
+        assert (error is None) == (times == 1)
+        put(tier, 4).result(DEADLINE_S)
+        assert all(read(tier, n) for n in range(5))
+        tier.check()
+
+
+def test_a_removed_folder_fails_puts_and_keeps_reads(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    fill(tier, 4)
+    os.rename(tmp_path / "tier", tmp_path / "away")
+    with pytest.raises(DiskError, match="moved or removed") as caught:
+        put(tier, 4).result(DEADLINE_S)
+    assert caught.value.errno == errno.ENOENT
+    assert all(read(tier, n) for n in range(4))
+    os.rename(tmp_path / "away", tmp_path / "tier")
+    put(tier, 4).result(DEADLINE_S)
+    shutil.rmtree(tmp_path / "tier")
+    with pytest.raises(DiskError):
+        put(tier, 5).result(DEADLINE_S)
+    assert all(read(tier, n) for n in range(5))
+    assert tier.close().clean
+
+
+def test_no_space_is_found_at_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(DiskError, match="lower the tier's capacity") as caught:
+            open_tier(tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    with open_tier(tmp_path) as tier:
+        assert folder_bytes(tmp_path) > CAPACITY // 2  # reserved
+        fill(tier, 1)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="file/tier"):
+        open_tier(tmp_path / "file" / "tier")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(DiskError, match="write access"):
+        open_tier(tmp_path)
+
+
+# ---------------------------------------------------------------- one writer, fork, close
+
+
+def test_a_second_writer_is_refused_and_told_who(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        with pytest.raises(DiskError, match="in use by this process"):
+            open_tier(tmp_path)
+        child = subprocess.run(
+            [sys.executable, disk_child.__file__, "open", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert f"in use by process {os.getpid()}" in child.stdout, child.stderr
+        fill(tier, 1)
+    open_tier(tmp_path).close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_gets_a_clear_error(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 1)
+        actions: list[Callable[[], object]] = [
+            lambda: read(tier, 0),
+            lambda: put(tier, 1),
+            lambda: tier.delete([key_of(0)]),
+            tier.flush,
+            tier.close,
+        ]
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            for action in actions:
+                try:
+                    action()
+                except DiskError as error:
+                    refused += "forked child" in str(error)
+                except BaseException:
+                    pass
+            os._exit(refused)
+        end = time.monotonic() + DEADLINE_S
+        status = (0, 0)
+        while status[0] == 0 and time.monotonic() < end:
+            status = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.01)
+        assert status[0] == pid
+        assert os.waitstatus_to_exitcode(status[1]) == len(actions)
+        assert read(tier, 0)
+        put(tier, 1).result(DEADLINE_S)
+
+
+def test_a_closed_tier_refuses_everything_and_close_repeats_itself(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, 0)
+    report = tier.close()
+    assert (report.dropped, report.clean) == ([], True)
+    assert tier.close() == report
+    for action in (lambda: read(tier, 0), lambda: put(tier, 0), tier.flush, tier.records):
+        with pytest.raises(ClosedError):
+            action()  # type: ignore[operator]
+    with open_tier(tmp_path) as tier:
+        assert read(tier, 0)
+
+
+@contextmanager
+def stalled(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The disk hangs until the event is set or the block ends."""
+    begin, go = tier._file.begin_write, threading.Event()
+
+    def slow() -> Any:
+        assert go.wait(DEADLINE_S)
+        return begin()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._file, "begin_write", slow)
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def test_close_is_bounded_when_the_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    with stalled(tier, monkeypatch):
+        futures = [put(tier, n) for n in range(4)]
+        report = tier.close(timeout_s=0.2)
+        assert not report.clean
+        assert report.dropped == [key_of(n) for n in range(4)]
+        waiting = [future for future in futures if not future.done()]
+        assert all(isinstance(f.exception(), ClosedError) for f in futures if f.done())
+    wait(waiting, DEADLINE_S)  # the group in work still ends, one way or the other
+
+
+def test_close_reports_what_it_had_no_time_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    begin = tier._file.begin_write
+
+    def slow() -> Any:
+        time.sleep(0.02)
+        return begin()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._file, "begin_write", slow)
+        futures = [put(tier, n) for n in range(60)]
+        report = tier.close(timeout_s=0.5)
+    assert report.clean
+    assert 0 < len(report.dropped) < 60
+    written = [n for n, future in enumerate(futures) if future.exception() is None]
+    assert [key_of(n) for n in range(60) if n not in written] == report.dropped
+    with open_tier(tmp_path) as tier:
+        assert all(read(tier, n) for n in written)
+        assert not any(key in tier for key in report.dropped)
+
+
+def test_a_full_queue_waits_until_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_tier(tmp_path, queue_bytes=3 * PAGE_BYTES) as tier:
+        with stalled(tier, monkeypatch) as go:
+            for number in range(3):
+                put(tier, number)
+            with pytest.raises(DeadlineExceededError, match="queue_bytes"):
+                put(tier, 3, timeout_s=0.05)
+            with pytest.raises(DeadlineExceededError):
+                tier.flush(timeout_s=0.05)
+            go.set()
+            fill(tier, 20)
+        assert all(read(tier, n) for n in range(20))
+        assert tier.stats().queue_peak_bytes <= 3 * PAGE_BYTES
+        tier.check()
+
+
+def test_a_pending_put_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_tier(tmp_path) as tier:
+        with stalled(tier, monkeypatch):
+            put(tier, 0)
+            futures = [put(tier, n) for n in range(4, 40, 4)]
+            assert futures[-1].cancel()
+        tier.check()
+        assert not read(tier, 36)
+        assert read(tier, 4)
+        assert tier.stats().queue_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"data": np.zeros(PAGE_BYTES - 1, np.uint8)}, LayoutError),
+        ({"data": np.zeros(PAGE_BYTES, np.int8)}, LayoutError),
+        ({"data": np.zeros(2 * PAGE_BYTES, np.uint8)[::2]}, LayoutError),
+        ({"parent": b"x" * 33}, ConfigError),
+        ({"parent": None, "depth": 3}, ConfigError),
+        ({"parent": b"x", "depth": 0}, ConfigError),
+    ],
+)
+def test_unusable_arguments_are_refused_at_once(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception]
+) -> None:
+    with open_tier(tmp_path) as tier:
+        with pytest.raises(error):
+            put(tier, 1, **change)
+        with pytest.raises(LayoutError):
+            tier.read_plane(key_of(0), 3, np.zeros(1, np.uint8))
+        with pytest.raises(LayoutError):
+            tier.read(key_of(0), np.zeros(1, np.uint8))
+        assert len(tier) == 0
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_readers_beside_the_writer_see_right_pages_or_none(tmp_path: Path) -> None:
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    hits = [0, 0, 0]
+
+    def reader(slot: int) -> None:
+        rng = np.random.default_rng(slot)
+        out = np.zeros(PAGE_BYTES, np.uint8)
+        try:
+            while not stop.is_set():
+                number = int(rng.integers(0, 40))
+                if slot == 0:
+                    hits[slot] += read_plane(tier, number, int(rng.integers(0, 3)))
+                elif tier.read(key_of(number), out):
+                    assert np.array_equal(out, page_of(number))
+                    hits[slot] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    with open_tier(tmp_path, durability="relaxed") as tier:
+        fill(tier, 40)
+        threads = [threading.Thread(target=reader, args=(slot,)) for slot in range(3)]
+        for thread in threads:
+            thread.start()
+        rng = np.random.default_rng(9)
+        for _ in range(150):
+            number = int(rng.integers(0, 40))
+            tier.delete([key_of(number)])
+            put(tier, number).result(DEADLINE_S)
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert not failures
+        assert all(hits)
+        assert tier.stats().damaged == 0
+        assert tier.stats().map_full == 0
+        tier.check()
