@@ -1,25 +1,114 @@
 """What the store may rely on: one set of test bodies, each run on every device."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from kvtier.devices import open_device
+from kvtier.devices import cuda, open_device
 from kvtier.devices.base import Buffer, Device, Stream
 from kvtier.devices.cuda import CudaDevice
 from kvtier.devices.emulated import EmulatedDevice
-from kvtier.errors import ClosedError, ConfigError, DeviceOOMError
+from kvtier.errors import (
+    ClosedError,
+    ConfigError,
+    CopyFailedError,
+    DeadlineExceededError,
+    DeviceOOMError,
+    OffloadWarning,
+)
 
 MiB = 2**20
 TIMEOUT_S = 30.0
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+class FakeStream:
+    """A CUDA stream on the CPU, on which everything happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda_stream = id(self)
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        assert event.recorded
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.recorded = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.recorded
+
+
+class FakeCuda:
+    """What ``CudaDevice`` calls in ``torch.cuda``, without a card: it proves the calls, not the card."""
+
+    Stream = FakeStream
+    Event = FakeEvent
+    OutOfMemoryError = MemoryError
+
+    def __init__(self, pin_error: int = 0) -> None:
+        self.current = [FakeStream(torch.device("cpu"))]
+        self.pinned: set[int] = set()
+        self.pin_error = pin_error
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 8 * 2**30, 16 * 2**30
+
+    def get_device_name(self, index: int) -> str:
+        return "Fake"
+
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current[-1]
+
+    def cudart(self) -> "FakeCuda":
+        return self
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        assert pointer not in self.pinned
+        if not self.pin_error:
+            self.pinned.add(pointer)
+        return self.pin_error
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.pinned.remove(pointer)
+        return 0
+
+
+def open_faked(monkeypatch: pytest.MonkeyPatch, fake: FakeCuda) -> CudaDevice:
+    monkeypatch.setattr(cuda, "_cuda", fake)
+    opened = CudaDevice(0, vram_bytes=64 * MiB)
+    monkeypatch.setattr(opened, "_torch_device", torch.device("cpu"))
+    return opened
+
+
+@pytest.fixture(params=["emulated", "faked", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     opened: Device
     if request.param == "emulated":
         opened = EmulatedDevice(vram_bytes=64 * MiB)
+    elif request.param == "faked":
+        opened = open_faked(monkeypatch, FakeCuda())
     else:
         opened = CudaDevice(0, vram_bytes=64 * MiB)
     yield opened
@@ -246,3 +335,54 @@ def test_cuda_without_cuda_says_what_to_do(index: int | str) -> None:
 def test_a_cuda_card_is_a_number() -> None:
     with pytest.raises(ConfigError, match="'first'"):
         CudaDevice("first")
+
+
+def test_cuda_unpins_what_it_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    device = open_faked(monkeypatch, fake)
+    first, second = device.alloc_host(100), device.alloc_host(MiB)
+    assert (first.nbytes, len(fake.pinned)) == (100, 2)
+    device.free(first)
+    assert len(fake.pinned) == 1
+    device.close()
+    assert not fake.pinned
+    with pytest.raises(ClosedError):
+        second.raw()
+
+
+def test_cuda_falls_back_to_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = open_faked(monkeypatch, FakeCuda(pin_error=2))
+    with pytest.warns(OffloadWarning, match=r"1\.00 MiB.*CUDA error 2.*smaller"):
+        assert device.alloc_host(MiB).kind == "pageable"
+    assert device.alloc_host(MiB).kind == "pageable"
+    device.close()
+
+
+def test_cuda_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    monkeypatch.setattr(cuda, "_cuda", fake)
+    assert CudaDevice(0).capacity_bytes == pytest.approx(0.92 * 8 * 2**30)
+    monkeypatch.setattr(fake, "mem_get_info", lambda index: (600 * MiB, 2**30))
+    assert CudaDevice(0).capacity_bytes == 88 * MiB
+    monkeypatch.setattr(fake, "mem_get_info", lambda index: (500 * MiB, 2**30))
+    with pytest.raises(ConfigError, match=r"margin of 512\.00 MiB"):
+        CudaDevice(0)
+    with pytest.raises(ConfigError, match="cards 0 to 0"):
+        CudaDevice(1)
+
+
+def test_cuda_waits_have_deadlines_and_tell_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = open_faked(monkeypatch, FakeCuda())
+    monkeypatch.setattr(FakeEvent, "query", lambda self: False)
+    event = device.stream("h2d").record()
+    assert not event.done()
+    with pytest.raises(DeadlineExceededError, match=r"0\.01 s"):
+        event.synchronize(0.01)
+
+    def broken(self: FakeEvent) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakeEvent, "query", broken)
+    assert event.done()
+    with pytest.raises(CopyFailedError, match="illegal memory access"):
+        event.synchronize(1.0)

@@ -129,6 +129,28 @@ def write_after_write(d: EmulatedDevice, correct: bool) -> None:
     d.use(two, "write", writes=[vram.range(511, 600)])
 
 
+def second_reader_without_event(d: EmulatedDevice, correct: bool) -> None:
+    """The first reader's event orders the first reader alone."""
+    vram, one, two, three = d.alloc(MiB), d.stream("one"), d.stream("two"), d.stream("three")
+    d.launch(one, "write", lambda: None, writes=[vram.range()])
+    event = one.record()
+    two.wait(event)
+    d.launch(two, "read", lambda: None, reads=[vram.range()])
+    if correct:
+        three.wait(event)
+    d.launch(three, "read", lambda: None, reads=[vram.range(7, 9)])
+
+
+def write_after_only_one_of_two_readers(d: EmulatedDevice, correct: bool) -> None:
+    vram, one, two, three = d.alloc(MiB), d.stream("one"), d.stream("two"), d.stream("three")
+    for reader in (one, two):
+        d.launch(reader, "read", lambda: None, reads=[vram.range()])
+    three.wait(two.record())
+    if correct:
+        three.wait(one.record())
+    d.launch(three, "write", lambda: None, writes=[vram.range(7, 9)])
+
+
 def torch_work_is_not_waited_for_by_announcing_it(d: EmulatedDevice, correct: bool) -> None:
     """``use`` puts the bytes in place for the caller, which orders nothing else."""
     host, vram, up = d.alloc_host(MiB), d.alloc(MiB), d.stream("h2d")
@@ -166,6 +188,8 @@ RACES: list[Callable[[EmulatedDevice, bool], None]] = [
     read_after_write,
     write_after_read,
     write_after_write,
+    second_reader_without_event,
+    write_after_only_one_of_two_readers,
     torch_work_is_not_waited_for_by_announcing_it,
     parts_of_one_copy_overlap,
     vram_copy_onto_its_own_source,
@@ -176,7 +200,7 @@ RACES: list[Callable[[EmulatedDevice, bool], None]] = [
 def test_planted_races_are_found(device: EmulatedDevice, program) -> None:
     program(device, True)
     with pytest.raises(RaceError):
-        program(device, False)
+        program(EmulatedDevice(vram_bytes=64 * MiB), False)
     program(EmulatedDevice(vram_bytes=64 * MiB, check_races=False), False)
 
 

@@ -262,7 +262,7 @@ def test_only_changed_tensors_are_hashed_again() -> None:
 
 
 def test_the_check_sees_what_sums_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes that keep plain, position-weighted or 64-bit sums; over rows of the check and their ends."""
+    """Changes that keep plain, position-weighted or 64-bit sums, over many rows of the check."""
     monkeypatch.setattr(weights_module, "ROW", 16)
     state = WeightsDigest()
     module = nn.Module()
@@ -284,7 +284,7 @@ def test_the_check_sees_what_sums_do_not(monkeypatch: pytest.MonkeyPatch) -> Non
         made = state.digest(module)
         assert made == WeightsDigest().digest(module)
         seen.add(made)
-    assert state.hashed == len(seen) or len(seen) > 390
+    assert len(seen) > 390
 
 
 def test_two_changes_of_a_top_bit_do_not_cancel() -> None:
@@ -604,13 +604,14 @@ def test_a_scale_that_is_no_number_is_refused() -> None:
 def test_adapters_loaded_into_the_model_itself_count() -> None:
     model = make()
     base, state = digest(model), adapter_state(model)
-    model.add_adapter(lora(), adapter_name="x")
+    model = peft.inject_adapter_in_model(lora(), model, adapter_name="x")
     fill(model, "x", 3)
     model.eval()
     assert adapter_state(model) != state
     with_adapter = digest(model)
     assert with_adapter != base
-    model.disable_adapters()
+    for layer in lora_layers(model):
+        layer.enable_adapters(False)
     assert digest(model) == base
     wrapped = adapted("x")
     fill(wrapped, "x", 3)

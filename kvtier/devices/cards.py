@@ -46,8 +46,8 @@ _PAGEABLE_SOURCE = (
 )
 _FALLBACK_SOURCE = (
     "driver paging of VRAM into system memory, 3-6 GB/s; 3.8 GB/s follows from 42.5 -> 3.8 "
-    "tokens/s with a "
-    "fifth of an 8B Q4_K_M model (4.63 GB read a token) outside the VRAM of an RTX 4060 Ti 16GB"
+    "tokens/s with a fifth of an 8B Q4_K_M model (4.63 GB read a token) outside the VRAM of an "
+    "RTX 4060 Ti 16GB"
 )
 
 

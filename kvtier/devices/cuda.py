@@ -74,23 +74,31 @@ class CudaEvent(Event):
         self.cuda = event
 
     def done(self) -> bool:
-        try:
-            return bool(self.cuda.query())
-        except RuntimeError as error:
-            raise CopyFailedError(f"work before a CUDA event failed: {error}") from error
+        return self._poll() is not None
 
     def synchronize(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         pause = _SHORTEST_POLL_S
-        while not self.done():
+        while (error := self._poll()) is None:
             if time.monotonic() >= deadline:
                 raise DeadlineExceededError(
                     f"a CUDA event was not reached within {timeout_s} s; the work before it is "
-                    "slow or "
-                    "stalled: wait longer, or give its pages up"
+                    "slow or stalled: wait longer, or give its pages up"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
+        if error:
+            raise CopyFailedError(
+                f"work before a CUDA event failed: {error}; the card can be used again after a "
+                "restart of the process"
+            )
+
+    def _poll(self) -> str | None:
+        """None while work is pending, then "" or the error of the card."""
+        try:
+            return "" if self.cuda.query() else None
+        except RuntimeError as error:
+            return str(error) or repr(error)
 
 
 class CudaStream(Stream):
@@ -131,7 +139,7 @@ class CudaDevice(Device):
     def __init__(self, index: int | str = 0, *, vram_bytes: int | str | None = None) -> None:
         self._index = _card_index(index)
         self._torch_device = torch.device("cuda", self._index)
-        free, total = torch.cuda.mem_get_info(self._index)
+        free, total = _cuda.mem_get_info(self._index)
         margin = round(max(MARGIN_SHARE * free, MARGIN_BYTES))
         self._capacity = (
             free - margin if vram_bytes is None else parse_size(vram_bytes, "vram_bytes")
@@ -139,10 +147,9 @@ class CudaDevice(Device):
         if self._capacity <= 0:
             raise ConfigError(
                 f"cuda:{self._index} has {format_size(free)} of {format_size(total)} free, less "
-                "than the "
-                f"margin of {format_size(margin)}; free some, or give vram_bytes"
+                f"than the margin of {format_size(margin)}; free some, or give vram_bytes"
             )
-        self.name = f"cuda:{self._index} {torch.cuda.get_device_name(self._index)}"
+        self.name = f"cuda:{self._index} {_cuda.get_device_name(self._index)}"
         self._lock = threading.RLock()
         self._streams: dict[str, CudaStream] = {}
         self._seen: dict[int, CudaStream] = {}
@@ -172,16 +179,15 @@ class CudaDevice(Device):
             memory = None
             if nbytes <= free:
                 try:
-                    with torch.cuda.stream(self._alloc_stream):
+                    with _cuda.stream(self._alloc_stream):
                         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
-                except torch.cuda.OutOfMemoryError:
-                    free = torch.cuda.mem_get_info(self._index)[0]
+                except _cuda.OutOfMemoryError:
+                    free = _cuda.mem_get_info(self._index)[0]
             if memory is None:
                 raise DeviceOOMError(
                     f"{self.name} cannot give {format_size(nbytes)}: {format_size(free)} of "
                     f"{format_size(self._capacity)} are free; lower the VRAM budget of the cache, "
-                    "or free "
-                    "buffers first"
+                    "or free buffers first"
                 )
             self._used += nbytes
             return self._keep(CudaBuffer(self, memory, "vram"))
@@ -191,7 +197,7 @@ class CudaDevice(Device):
             self._open(nbytes)
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory = torch.frombuffer(mapping, dtype=torch.uint8)
-            with torch.cuda.device(self._index):
+            with _cuda.device(self._index):
                 error = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))
             if error:
                 self._warn_pageable(nbytes, error)
@@ -216,7 +222,7 @@ class CudaDevice(Device):
     def compute_stream(self) -> CudaStream:
         with self._lock:
             self._open()
-            current = torch.cuda.current_stream(self._torch_device)
+            current = _cuda.current_stream(self._torch_device)
             handle = int(current.cuda_stream)
             if handle not in self._seen:
                 self._seen[handle] = CudaStream(self, "compute", current)
@@ -232,7 +238,7 @@ class CudaDevice(Device):
         for piece in pieces:
             self._mine(piece.dst)
             self._mine(piece.src)
-        with torch.cuda.stream(cuda):
+        with _cuda.stream(cuda):
             for run in runs(pieces, direction):
                 pinned = "pageable" not in (run.first.dst.kind, run.first.src.kind)
                 dst, src = _views(run)
@@ -248,7 +254,7 @@ class CudaDevice(Device):
         writes: Sequence[Range] = (),
     ) -> None:
         self._open()
-        with torch.cuda.stream(self._own(stream).cuda):
+        with _cuda.stream(self._own(stream).cuda):
             kernel()
 
     def use(
@@ -270,7 +276,7 @@ class CudaDevice(Device):
         return buffer.raw()[at.start : at.stop]
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        return cast(AbstractContextManager[None], torch.cuda.stream(self._own(stream).cuda))
+        return cast(AbstractContextManager[None], _cuda.stream(self._own(stream).cuda))
 
     def synchronize(self, timeout_s: float) -> None:
         with self._lock:
@@ -307,7 +313,7 @@ class CudaDevice(Device):
 
     def _release(self, buffer: CudaBuffer) -> None:
         if buffer.kind == "pinned":
-            with torch.cuda.device(self._index):
+            with _cuda.device(self._index):
                 _cuda.cudart().cudaHostUnregister(buffer.raw().data_ptr())
         if buffer.kind == "vram":
             self._used -= buffer.nbytes
@@ -331,10 +337,8 @@ class CudaDevice(Device):
         warnings.warn(
             OffloadWarning(
                 f"{self.name}: {format_size(nbytes)} of host memory could not be pinned (CUDA "
-                "error "
-                f"{error}); copies run at less than half the speed of the link and block the "
-                "caller; "
-                "make the host tier smaller, or raise the limit on locked memory"
+                f"error {error}); copies run at less than half the speed of the link and block the "
+                "caller; make the host tier smaller, or raise the limit on locked memory"
             ),
             stacklevel=3,
         )
@@ -345,13 +349,13 @@ def _card_index(index: int | str) -> int:
         number = int(index)
     except ValueError:
         raise ConfigError(f"CUDA card {index!r} is no number; use cuda:0, cuda:1, ...") from None
-    if not torch.cuda.is_available():
+    if not _cuda.is_available():
         raise ConfigError(
             f"cuda:{number} was asked for, but torch finds no CUDA card (torch "
-            f"{torch.__version__}); "
-            "install a CUDA build of torch and a driver, or use device 'emulated'"
+            f"{torch.__version__}); install a CUDA build of torch and a driver, or use device "
+            "'emulated'"
         )
-    count = torch.cuda.device_count()
+    count = _cuda.device_count()
     if not 0 <= number < count:
         raise ConfigError(f"cuda:{number} was asked for, but cards 0 to {count - 1} exist")
     return number

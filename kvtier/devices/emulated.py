@@ -134,8 +134,7 @@ class EmulatedDevice(Device):
                 raise DeviceOOMError(
                     f"{self.name} cannot give {format_size(nbytes)}: {format_size(free)} of "
                     f"{format_size(self._capacity)} are free{' (injected fault)' * injected}; "
-                    "lower the "
-                    "VRAM budget of the cache, or free buffers first"
+                    "lower the VRAM budget of the cache, or free buffers first"
                 )
             buffer = self._make(nbytes, "vram")
             self._used += nbytes
@@ -360,8 +359,7 @@ class EmulatedDevice(Device):
         if not self._clock.run_until(event.point, deadline_s):
             raise DeadlineExceededError(
                 f"an event of {self.name} was not reached within {timeout_s} s of virtual time; "
-                "the work "
-                "before it is slow or stalled: wait longer, or give its pages up"
+                "the work before it is slow or stalled: wait longer, or give its pages up"
             )
         join(self._host, event.clock)
 

@@ -152,6 +152,5 @@ class AccessLog:
         raise RaceError(
             f"{who} {does} bytes [{start}, {stop}) of {self._what}, but nothing orders it after "
             f"{earlier.who}, which {did} some of them; record an event after the earlier "
-            "operation and "
-            "wait for it first"
+            "operation and wait for it first"
         )
