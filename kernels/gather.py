@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 
 
-def gather_run(target: torch.Tensor, slab: torch.Tensor, *, start: int, pages: int, page_bytes: int, part_offset: int, part_bytes: int) -> None:
+def gather_run(
+    target: torch.Tensor,
+    slab: torch.Tensor,
+    *,
+    start: int,
+    pages: int,
+    page_bytes: int,
+    part_offset: int,
+    part_bytes: int,
+) -> None:
     """Copy one part of ``pages`` consecutive pages behind each other.
 
     Args:
@@ -18,7 +27,8 @@ def gather_run(target: torch.Tensor, slab: torch.Tensor, *, start: int, pages: i
         part_offset, part_bytes: the part inside each page.
     """
     source = slab[start : start + pages * page_bytes].view(pages, page_bytes)[:, part_offset : part_offset + part_bytes]
-    width = _word(page_bytes, part_offset, part_bytes)
+    places = (target.storage_offset(), slab.storage_offset() + start)
+    width = _word(page_bytes, part_offset, part_bytes, *places)
     if width is not None:
         target.view(width).view(pages, -1).copy_(source.view(width))
     else:

@@ -8,6 +8,7 @@ event, in both directions.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -96,20 +97,23 @@ class Mover:
     def busy(self) -> bool:
         return bool(self._pending)
 
-    def poll(self) -> None:
-        """Report every transfer that has ended; never waits."""
+    def poll(self) -> bool:
+        """Report every transfer that has ended; never waits. Whether any had."""
+        ended = False
         for _ in range(len(self._pending)):
             transfer = self._pending.popleft()
             if transfer.event.done():
                 self._finish(transfer)
+                ended = True
             else:
                 self._pending.append(transfer)
+        return ended
 
     def wait_oldest(self, deadline: float) -> None:
         """Wait for the transfer that was submitted first and report it."""
         if self._pending:
             transfer = self._pending[0]
-            self._await(transfer.event, deadline)
+            wait_for(transfer.event, deadline, "a copy between tiers")
             if self._pending and self._pending[0] is transfer:
                 self._pending.popleft()
                 self._finish(transfer)
@@ -118,13 +122,6 @@ class Mover:
         """Wait for all transfers."""
         while self._pending:
             self.wait_oldest(deadline)
-
-    @staticmethod
-    def _await(event: Event, deadline: float) -> None:
-        try:
-            event.synchronize(remaining(deadline, "a copy between tiers"))
-        except CopyFailedError:
-            pass  # reported through Transfer.finished
 
     @staticmethod
     def _finish(transfer: Transfer) -> None:
@@ -137,6 +134,12 @@ class Mover:
         transfer.finished(error)
 
 
+def wait_for(event: Event, deadline: float, what: str) -> None:
+    """Wait until ``event`` is reached, whether or not the work before it failed."""
+    with contextlib.suppress(CopyFailedError):  # reported through Transfer.finished
+        event.synchronize(remaining(deadline, what))
+
+
 def order_behind(stream: Stream, slot: Slot) -> None:
     """Make ``stream`` wait for whatever may still use the bytes of the slot's former page."""
     for event in slot.after:
@@ -147,7 +150,7 @@ def order_behind(stream: Stream, slot: Slot) -> None:
 def host_order_behind(slot: Slot, deadline: float) -> None:
     """The same for the host, which has to wait itself."""
     for event in slot.after:
-        event.synchronize(remaining(deadline, "the former use of a host slot"))
+        wait_for(event, deadline, "the former use of a host slot")
     slot.after.clear()
 
 

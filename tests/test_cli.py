@@ -20,8 +20,8 @@ from kvtier.cli.generate import Generation, chunk_calls
 from kvtier.cli.history import FILE, History, Run
 from kvtier.cli.main import main
 from kvtier.cli.options import RunOptions
+from kvtier.cli.plan import plan_sizes
 from kvtier.cli.report import LINKS, Report
-from kvtier.cli.run import plan_sizes
 from kvtier.cli.verify import Comparison, compare
 from kvtier.errors import ConfigError
 from kvtier.layout import LayerLayout, PageLayout
@@ -165,8 +165,8 @@ def test_the_command_is_installed() -> None:
 
 
 def test_demo_takes_a_third_in_vram_and_a_third_in_host() -> None:
-    plan = plan_sizes(demo_options(), LAYOUT, 4189)
-    assert plan.kv_bytes == (4189 + 32) * 46080
+    plan = plan_sizes(demo_options(), LAYOUT, 4187)
+    assert plan.kv_bytes == (4187 + 32) * 46080
     assert plan.vram <= plan.kv_bytes / 3
     assert plan.kv_bytes / 3 - plan.vram < LAYOUT.page_bytes
     assert plan.vram % LAYOUT.page_bytes == 0
@@ -177,7 +177,7 @@ def test_demo_takes_a_third_in_vram_and_a_third_in_host() -> None:
 
 def test_sizes_that_were_asked_for_win() -> None:
     asked = demo_options(vram=10**8, host=0, disk=7)
-    plan = plan_sizes(asked, LAYOUT, 4189)
+    plan = plan_sizes(asked, LAYOUT, 4187)
     assert (plan.vram, plan.host, plan.disk) == (10**8, 0, 7)
 
 
@@ -194,7 +194,7 @@ def test_a_chunk_is_whole_pages_and_fits_in_half_the_vram(
 
 def test_too_little_vram_names_the_least() -> None:
     with pytest.raises(ConfigError, match=r"--vram .* 2880KiB or more"):
-        plan_sizes(demo_options(vram=LAYOUT.page_bytes), LAYOUT, 4189)
+        plan_sizes(demo_options(vram=LAYOUT.page_bytes), LAYOUT, 4187)
     with pytest.raises(ConfigError, match=r"a third of the prompt's KV"):
         plan_sizes(demo_options(), LAYOUT, 64)
 

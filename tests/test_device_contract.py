@@ -167,7 +167,9 @@ def test_scattered_parts_land_where_they_belong(device: Device, width: int, orde
     blank = host_bytes(device, torch.zeros(2000, dtype=torch.uint8))
     device.copy(stream, [(vram.range(), blank.range())])
     moves = [(i * pitch, i * width, width) for i in range(count)]
-    moves += [(1500, 1000, 50), (1550, 1050, 50), (1700, 1900, 7), (1800, 3, 0)]
+    # The source's pitch breaks, then the destination's; neighbours; one alone; none.
+    moves += [(1440, 1200, width), (1603, 1200 + width, width), (1770, 1200 + 2 * width, width)]
+    moves += [(1900, 1000, 20), (1920, 1020, 20), (1990, 1900, 7), (1850, 3, 0)]
     parts = [(vram.range(d, d + n), host.range(s, s + n)) for d, s, n in moves]
     device.copy(stream, parts[::order])
     expected = torch.zeros(2000, dtype=torch.uint8)

@@ -481,6 +481,30 @@ def test_a_changed_database_gives_misses(
     tier.close()
 
 
+def test_payloads_without_an_entry_do_not_take_room(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 8)
+        raw_write(tier, lose_entry)
+    with open_tier(tmp_path) as tier:
+        assert len(tier) == 0  # 0 and 4 were the first pages of all others
+        tier.check()
+
+
+def test_a_report_of_damage_does_not_hide_a_page_that_was_stored_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_tier(tmp_path) as tier:
+        fill(tier, 1)
+        raw_write(tier, lambda txn, index, pages: txn.put(key_of(0), b"nonsense", db=index))
+        with stalled(tier, monkeypatch):
+            again = put(tier, 0)  # queued before the damage is noticed
+            assert not read(tier, 0)
+        again.result(DEADLINE_S)
+        tier.flush()
+        assert read(tier, 0)
+        tier.check()
+
+
 def test_other_layouts_and_sizes_are_dropped(tmp_path: Path) -> None:
     with open_tier(tmp_path) as tier:
         fill(tier, 4)

@@ -6,7 +6,7 @@ import heapq
 import math
 import random
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -44,7 +44,7 @@ def drain(policy: ResidencyPolicy) -> list[bytes]:
 class PolicyMachine(RuleBasedStateMachine):
     """Any order of operations, also those the store does not do; victims are compared each time."""
 
-    policy_class: ClassVar[type[ResidencyPolicy]] = LRU
+    policy_class: ClassVar[type[Any]] = LRU
 
     @initialize(leaf_first=st.booleans(), half_life=st.sampled_from([0.5, 3.0, 64.0]))
     def start(self, leaf_first: bool, half_life: float) -> None:
@@ -187,6 +187,19 @@ def test_victim_changes_nothing(cls: type[ResidencyPolicy], leaf_first: bool) ->
     chain(policy, "a", 4)
     assert len({policy.victim() for _ in range(5)}) == 1
     assert len(policy) == 4
+
+
+@both_policies
+def test_pages_that_left_are_forgotten_even_if_nobody_asks_for_a_victim(
+    cls: type[ResidencyPolicy],
+) -> None:
+    policy = cls(leaf_first=True)
+    policy.insert(facts("stays"))
+    for step in range(1000):
+        policy.insert(facts(f"x{step}"))
+        policy.remove(f"x{step}".encode())
+    policy.check()
+    assert len(policy) == 1
 
 
 @both_policies

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 
 from kvtier.devices.base import Buffer, Device, Event, Range
+from kvtier.errors import CopyFailedError
 from kvtier.layout import Part
 
 
@@ -74,7 +76,9 @@ class Staging:
     def bounce(self, half: Half, nbytes: int, timeout_s: float) -> Buffer:
         """Host memory of a half with at least ``nbytes``, free to be written by the host."""
         if half.bounced is not None:
-            half.bounced.synchronize(timeout_s)
+            # Whoever read what such a copy should have brought has been told of its failure.
+            with contextlib.suppress(CopyFailedError):
+                half.bounced.synchronize(timeout_s)
             half.bounced = None
         if half.bounce is None or half.bounce.nbytes < nbytes:
             if half.bounce is not None:
@@ -97,7 +101,9 @@ class Staging:
         """Free everything, once the work on it is done."""
         if not self.halves:
             return
-        self.device.synchronize(timeout_s)
+        # A failed copy has ended as well as any other.
+        with contextlib.suppress(CopyFailedError):
+            self.device.synchronize(timeout_s)
         for half in self.halves:
             for buffer in (half.k, half.v, half.bounce):
                 if buffer is not None:

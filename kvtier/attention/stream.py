@@ -21,6 +21,7 @@ from kvtier.devices.base import Buffer, Event, Range, Stream
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.kernels.gather import gather_run, scatter_tokens
 from kvtier.layout import Part
+from kvtier.store.lease import Lease
 from kvtier.store.store import TieredStore
 
 
@@ -56,16 +57,22 @@ class ExactStream:
         self._windows: dict[int, Window] = {}
         self._fetched: int | None = None
         self._compute: Stream | None = None
+        #: All work of the last step, for a step on another stream.
+        self._done: Event | None = None
+        #: Leases behind whose pages' writes the compute stream is ordered.
+        self._ordered: set[Lease] = set()
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, rows: Sequence[Row], before: int, columns: int, fresh: Sequence[bool]) -> None:
+    def begin(self, rows: Sequence[Row], before: int, columns: int) -> None:
         """Start a step.
 
         Args:
             rows: the sequences; ``pad + before + new`` is the same for all: ``columns``.
             before, columns: columns before and after the step.
-            fresh: for each row, whether its lease is new since the last step.
+
+        Raises:
+            DeviceOOMError: there is no VRAM outside the tier for the staging memory.
         """
         for row in rows:
             if row.pad + row.before + row.new != columns:
@@ -74,16 +81,7 @@ class ExactStream:
         self._windows.clear()
         self._fetched = None
         self.staging.fit(len(rows), columns, self.store.timeout_s)
-        compute = self._compute = self.device.compute_stream()
-        for row, new in zip(rows, fresh, strict=True):
-            for slot in row.tails:
-                for event in slot.after:
-                    compute.wait(event)
-                slot.after.clear()
-            if new:
-                for copy in row.lease.copies:
-                    if copy.tier == "vram" and copy.written is not None:
-                        compute.wait(copy.written)
+        self._order(self.device.compute_stream())
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append one layer's new K and V and return all that the layer attends to.
@@ -126,13 +124,37 @@ class ExactStream:
     def end(self) -> tuple[str, Event]:
         """The step's last layer has been served: (stream name, event) that stand for all its work."""
         assert self._compute is not None
-        return self._compute.name, self._compute.record()
+        self._done = self._compute.record()
+        return self._compute.name, self._done
+
+    def order_after(self, event: Event) -> None:
+        """The next step starts after ``event``."""
+        self._compute, self._done = None, event
 
     def close(self) -> None:
         """Free the staging memory."""
+        self._ordered.clear()
         self.staging.release(self.store.timeout_s)
 
     # ------------------------------------------------------------------ inside
+
+    def _order(self, compute: Stream) -> None:
+        """Put the step behind all that wrote what it reads and used what it overwrites."""
+        if compute is not self._compute:
+            if self._done is not None:
+                compute.wait(self._done)
+            self._ordered.clear()
+        self._compute = compute
+        for row in self._rows:
+            for slot in row.tails:
+                for event in slot.after:
+                    compute.wait(event)
+                slot.after.clear()
+            if row.lease not in self._ordered:
+                for copy in row.lease.copies:
+                    if copy.tier == "vram" and copy.written is not None:
+                        compute.wait(copy.written)
+        self._ordered = {row.lease for row in self._rows}
 
     def _window(self, layer: int) -> Window:
         width = self.layout.layers[layer].window

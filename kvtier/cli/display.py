@@ -76,20 +76,24 @@ class Display(AbstractContextManager["Display"]):
         self._stats = stats
 
     def phase(self, name: str, total: int, done: int = 0) -> Callable[[int], None]:
-        """Start a phase of ``total`` tokens; returns the function to report how many are done."""
+        """Start a phase of ``total`` tokens, ``done`` of them before it; returns the function to
+        call with each number of tokens that has just been done."""
         task = self._progress.add_task(name, total=total, completed=done)
         started = time.perf_counter()
+        left = total - done
 
-        def report(now_done: int) -> None:
-            self._progress.update(task, completed=now_done)
+        def advance(tokens: int) -> None:
+            nonlocal left
+            left -= tokens
+            self._progress.advance(task, tokens)
             if self._console.is_terminal:
                 self._refresh()
-            elif now_done >= total:
+            elif left <= 0:
                 self.say(
                     f"{name}: {total - done:,} tokens in {time.perf_counter() - started:.1f} s"
                 )
 
-        return report
+        return advance
 
     def _refresh(self) -> None:
         from rich.console import Group

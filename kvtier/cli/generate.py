@@ -13,6 +13,7 @@ from kvtier.cli.history import Call
 if TYPE_CHECKING:
     import torch
 
+#: Called with the number of tokens that were just done.
 Progress = Callable[[int], None]
 
 
@@ -76,12 +77,12 @@ class Driver:
             )
         return out.logits[0, -1]
 
-    def prefill(self, ids: torch.Tensor, calls: Iterable[Call], done: Progress) -> torch.Tensor:
+    def prefill(self, ids: torch.Tensor, calls: Iterable[Call], advance: Progress) -> torch.Tensor:
         """Make ``calls`` on ``ids`` ``[1, n]``; returns the logits after the last one."""
         logits = None
         for start, stop in calls:
             logits = self.forward(ids[:, start:stop])
-            done(stop)
+            advance(stop - start)
         assert logits is not None, "a prompt always leaves at least one token to compute"
         return logits
 
@@ -93,7 +94,7 @@ class Driver:
         stop_ids: frozenset[int],
         keep_logits: bool,
         since: float,
-        done: Progress,
+        advance: Progress,
     ) -> Generation:
         """Take the likeliest token ``count`` times, or until one of ``stop_ids``.
 
@@ -115,7 +116,7 @@ class Driver:
                 first = now
                 result.ttft_s = now - since
             result.decode_s = now - first
-            done(len(result.tokens))
+            advance(1)
             if len(result.tokens) >= count or token in stop_ids:
                 return result
             logits = self.forward(torch.tensor([[token]], device=logits.device))

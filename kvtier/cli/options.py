@@ -84,7 +84,7 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     what.add_argument(
         "--demo",
         action="store_true",
-        help="SmolLM2-135M-Instruct on a shipped text of 4,189 tokens, with "
+        help="SmolLM2-135M-Instruct on a shipped text of 4,187 tokens, with "
         "VRAM and host RAM for a third of its KV each, and --verify",
     )
     what.add_argument(

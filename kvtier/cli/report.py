@@ -42,7 +42,6 @@ class Report:
     model: str
     device: str
     policy: str
-    text: str
     page_tokens: int
     chunk_tokens: int
     kv_bytes: int
@@ -51,12 +50,13 @@ class Report:
     restored_tokens: int
     generated_tokens: int
     ttft_s: float
-    cold_ttft_s: float | None
     decode_tokens_per_s: float | None
-    flush_s: float
     tiers: dict[str, Any]
     links: dict[str, Any]
     link_bytes_per_token: dict[str, float]
+    text: str = ""
+    cold_ttft_s: float | None = None
+    flush_s: float = 0.0
     planned: Estimate | None = None
     measured: Estimate | None = None
     comparison: Comparison | None = None
@@ -135,7 +135,7 @@ class Report:
     def render(self, console: Console) -> None:
         """Print for people."""
         console.print()
-        console.print(self.text, style="italic", markup=False, highlight=False)
+        console.print(self.text.strip(), style="italic", markup=False, highlight=False)
         console.print()
         console.print(tier_table(self.tiers, self.links))
         say = _plain(console)

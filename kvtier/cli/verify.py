@@ -47,9 +47,9 @@ def reference(
     source: Source,
     restored: int,
     calls: list[Call],
-    count: int,
+    tokens: int,
     stop_ids: frozenset[int],
-    done: Progress,
+    advance: Progress,
 ) -> Generation:
     """Generate with ``DynamicCache``: repeat ``source``, cut back to ``restored``, then make
     ``calls`` on ``ids``."""
@@ -64,11 +64,16 @@ def reference(
     earlier = torch.tensor([source.tokens], device=ids.device, dtype=ids.dtype)
     for start, stop in source.calls:
         _cut(cache, start)
-        driver.prefill(earlier, [(start, stop)], done)
+        driver.prefill(earlier, [(start, stop)], advance)
     _cut(cache, restored)
-    logits = driver.prefill(ids, calls, done)
+    logits = driver.prefill(ids, calls, advance)
     return driver.decode(
-        logits, count=count, stop_ids=stop_ids, keep_logits=True, since=since, done=lambda _: None
+        logits,
+        count=tokens,
+        stop_ids=stop_ids,
+        keep_logits=True,
+        since=since,
+        advance=lambda _: None,
     )
 
 

@@ -31,8 +31,9 @@ def _silent(message: str) -> None:
 
 
 def demo_text() -> str:
-    """The prompt of the demo: an essay about memory, 4,189 tokens of SmolLM2."""
-    return files("kvtier.demo").joinpath("text.txt").read_text(encoding="utf-8")
+    """The prompt of the demo: an essay about memory, 4,187 tokens of SmolLM2."""
+    text = files("kvtier.demo").joinpath("text.txt").read_text(encoding="utf-8")
+    return text.removesuffix("\n")
 
 
 def find_gguf() -> Path:

@@ -7,7 +7,7 @@ a copy that becomes resident is inserted, a copy that is held is pinned, a copy 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtier.policy import ResidencyPolicy
 from kvtier.store.page import TIERS, Copy, Page
@@ -29,6 +29,8 @@ class Directory:
         #: The last tier: what leaves it is gone.
         self.floor = self.tiers[-1]
         self.pages: dict[bytes, Page] = {}
+        #: Key of a page, known or not -> pages of the directory whose parent it is.
+        self._children: Counter[bytes] = Counter()
         self.counts: Counter[str] = Counter()
         self.stats = {tier: TierStats() for tier in TIERS}
 
@@ -47,8 +49,8 @@ class Directory:
         """Enter a page that has no copies yet."""
         assert page.key not in self.pages
         self.pages[page.key] = page
-        if page.parent is not None and page.parent in self.pages:
-            self.pages[page.parent].children += 1
+        if page.parent is not None:
+            self._children[page.parent] += 1
 
     def attach(self, page: Page, copy: Copy) -> None:
         """A copy is in place, or on its way if ``copy.arriving``."""
@@ -78,8 +80,10 @@ class Directory:
         if page.copies or page.owners:
             return
         del self.pages[page.key]
-        if page.parent is not None and page.parent in self.pages:
-            self.pages[page.parent].children -= 1
+        if page.parent is not None:
+            self._children[page.parent] -= 1
+            if not self._children[page.parent]:
+                del self._children[page.parent]
 
     def hold(self, page: Page, copy: Copy) -> None:
         """One more reason not to evict this copy."""
@@ -126,8 +130,18 @@ class Directory:
                 counts["leases and transfers"] += 1
         return dict(counts)
 
-    def descendants(self, page: Page) -> Iterable[Page]:
-        """All pages below ``page``, deepest first. Walks the directory; only for the rare cascade."""
+    def orphan(self, page: Page) -> bool:
+        """Whether the prefix of a page is nowhere, so that no lookup can reach it."""
+        if page.parent is None:
+            return False
+        above = self.pages.get(page.parent)
+        return above is None or not above.copies
+
+    def descendants(self, page: Page) -> list[Page]:
+        """All pages below ``page``, deepest first. Walks the directory if there are any; only for the rare
+        cascade."""
+        if page.key not in self._children:
+            return []
         below: dict[bytes, list[Page]] = {}
         for other in self.pages.values():
             if other.parent is not None:
@@ -156,7 +170,7 @@ class Directory:
             if page.parent is not None:
                 children[page.parent] += 1
                 kept = page.owners or any(c.holds or c.arriving for c in page.copies.values())
-                assert page.parent in self.pages or kept, "a page's prefix is gone: an unusable suffix takes room"
+                assert kept or not self.orphan(page), "a page's prefix is gone: an unusable suffix takes room"
             for tier, copy in page.copies.items():
                 assert copy.tier == tier
                 assert (copy.slot is None) == (tier == "disk")
@@ -168,9 +182,8 @@ class Directory:
                     assert copy.holds > 0, "an owned page may be dropped"
                 parent = self.pages.get(page.parent) if page.parent is not None else None
                 if tier == "disk" and parent is not None and parent.copies:
-                    assert "disk" in parent.copies, "a page is on disk and its prefix is not"
-        for key, page in self.pages.items():
-            assert page.children == children[key], "a page's children are miscounted"
+                    assert "disk" in parent.copies or parent.torn, "a page is on disk and its prefix is not"
+        assert children == self._children, "children are miscounted"
         for tier in self.tiers:
             assert counts[tier] == self.counts[tier], f"{tier} has {counts[tier]} pages, the books say {self.counts[tier]}"
             assert resident[tier] == len(self.policies[tier]), f"the policy of {tier} has other pages than the directory"

@@ -46,7 +46,8 @@ class Page:
             of a stored page) and goes away with its last owner.
         copies: tier name -> copy.
         owners: sessions that need the page to stay somewhere; it may move, but is never dropped.
-        children: pages of the directory whose parent this is.
+        torn: its record on disk was lost or could not be written, while its suffix may be on disk. It is
+            written again when it is evicted or flushed.
     """
 
     key: bytes
@@ -56,7 +57,7 @@ class Page:
     ephemeral: bool = False
     copies: dict[str, Copy] = field(default_factory=dict)
     owners: Counter[str] = field(default_factory=Counter)
-    children: int = 0
+    torn: bool = False
 
     def facts(self, nbytes: int) -> PageFacts:
         return PageFacts(self.key, self.parent, self.depth, nbytes)

@@ -229,9 +229,15 @@ class DiskTier:
             ClosedError: after ``close``.
         """
         self._require_open()
-        for name, value in (("key", key), ("parent", parent), ("identity", identity)):
-            if value is not None and not (isinstance(value, bytes) and 1 <= len(value) <= KEY_MAX):
-                raise ConfigError(f"{name} is {value!r}; it must be 1 to {KEY_MAX} bytes")
+        for name, value, shortest in (
+            ("key", key, 1),
+            ("parent", parent, 1),
+            ("identity", identity, 0),
+        ):
+            if value is None and name == "parent":
+                continue
+            if not isinstance(value, bytes) or not shortest <= len(value) <= KEY_MAX:
+                raise ConfigError(f"{name} is {value!r}; it must be {shortest} to {KEY_MAX} bytes")
         if (parent is None) != (depth == 0) or not 0 <= depth < 1 << 32:
             raise ConfigError(
                 f"depth is {depth} with parent {parent!r}; depth 0 and no parent belong together"

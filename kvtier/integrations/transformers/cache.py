@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -12,14 +14,24 @@ from transformers.cache_utils import Cache
 
 from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
-from kvtier.errors import ClosedError, ConfigError, IdentityError, TierFullError, UnsupportedModelError
+from kvtier.errors import (
+    ClosedError,
+    ConfigError,
+    IdentityError,
+    TierFullError,
+    UnsupportedModelError,
+)
 from kvtier.identity import ModelIdentity
-from kvtier.integrations.transformers.adapters import adapter_state
-from kvtier.integrations.transformers.hook import ForwardInputs, watch_forward
+from kvtier.integrations.transformers.adapters import active_adapters, adapter_state
+from kvtier.integrations.transformers.feed import Feed, left_padding, read_feed
+from kvtier.integrations.transformers.hook import ForwardInputs, mixed_adapters, watch_forward
 from kvtier.integrations.transformers.identity import identity_of
 from kvtier.integrations.transformers.layer import TieredLayer
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
+
+# Memory made under inference_mode could never be written outside it again.
+_plain_tensors = torch.inference_mode(False)
 
 
 class TieredCache(Cache):
@@ -35,18 +47,28 @@ class TieredCache(Cache):
     Works with: greedy and sampled decoding, beam search, several return sequences, left-padded batches, chunked
     prefill (``prefill_chunk_size``), assisted and prompt-lookup decoding (``crop``), GQA, MLA and sliding-window
     layers. Refused with an error: right padding, layers without a page layout (recurrent, linear), a change of
-    adapters under the cache, a forward pass whose new tokens do not fit in VRAM at once (use a smaller
-    ``prefill_chunk_size``).
+    adapters under the cache, batches of several adapters (``adapter_names``), another model than the one given
+    here, a forward pass whose new tokens do not fit in VRAM at once (use a smaller ``prefill_chunk_size``).
 
-    Token ids are read from the model's forward calls. Where they cannot be (``inputs_embeds``, pixel values) the
-    cache still works, but nothing of that sequence is shared or found again.
+    Token ids are read from the model's forward passes. Rows of which the ids do not tell all (``inputs_embeds``, images,
+    positions or masks of your own) are served, but not shared or found again.
+
+    One thing cannot be seen: a cache that holds one prompt, given to ``generate`` with another, longer one. As with
+    every transformers cache the first tokens of the second prompt are then taken from the first. Call ``reset()`` between
+    prompts; after ``load_prefix`` other tokens than those of its prompt are refused.
+
+    For inference only: no gradient flows through cached K and V. Not for two threads at once.
 
     Args:
         model: the transformers model (a PEFT model works too); sets the identity of the pages.
         store: a store with ``layout_of(model)``.
-        identity: what ``identity_of(model)`` gave, to compute it once for several caches.
+        identity: what ``identity_of(model)`` gave, to compute it once for several caches. The weights must not have
+            changed since; a change of adapters is noticed.
         tenant: keeps pages apart from those of other tenants.
         columns: tokens (prompt and new) to make staging room for at once; it grows on demand.
+
+    Raises:
+        IdentityError: the identity cannot be determined, or belongs to another layout or other adapters.
     """
 
     def __init__(
@@ -59,28 +81,48 @@ class TieredCache(Cache):
         columns: int = 0,
         name: str = "cache",
     ) -> None:
+        if identity is None:
+            identity = identity_of(model, layout=store.layout, tenant=tenant)
+        elif tenant and tenant != identity.tenant:
+            raise ConfigError(
+                f"tenant is {tenant!r}, but the identity was made for {identity.tenant!r}; "
+                "give one of them"
+            )
+        elif not _same_adapters(identity, model):
+            raise IdentityError(
+                "the identity was made with other adapters than those that are active now; "
+                "call identity_of(model) again"
+            )
         self.store = store
         self.name = name
-        self.identity = identity or identity_of(model, layout=store.layout, tenant=tenant)
-        if identity is not None and tenant and tenant != identity.tenant:
-            raise ConfigError(f"tenant is {tenant!r}, but the identity was made for {identity.tenant!r}; give one of them")
-        super().__init__(layers=[TieredLayer(self, n, layer.window) for n, layer in enumerate(store.layout.layers)])
+        self.identity = identity
+        layers = [TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)]
+        super().__init__(layers=layers)
         self._stream = ExactStream(store, columns=columns)
         self._sessions = [Session(store, self.identity, name=name)]
         self._pads = [0]
         self._columns = 0
-        #: Columns that each layer has been served; layers of one step differ until its last.
+        #: Columns that each layer has been served; layers of one pass differ until its last.
         self._served = [0] * len(store.layout.layers)
-        self._step: _Step | None = None
+        #: The prompt of ``load_prefix`` until it has all been fed: each row's tokens.
+        self._prompt: list[list[int]] | None = None
         self._inputs: ForwardInputs | None = None
+        self._step: Feed | None = None
+        self._done = [False] * len(store.layout.layers)
         self._closed = False
+        self._verified = True
         self._adapters = adapter_state(model)
         self._model = weakref.ref(model)
         self._unwatch = watch_forward(model, self)
 
     # ------------------------------------------------------------------ prefix
 
-    def load_prefix(self, input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None = None) -> int:
+    @_plain_tensors
+    def load_prefix(
+        self,
+        input_ids: torch.Tensor | Sequence[Sequence[int]],
+        attention_mask: torch.Tensor | None = None,
+    ) -> int:
         """Take over what the store has of a prompt. Call it before ``generate`` or the first forward.
 
         Args:
@@ -90,42 +132,75 @@ class TieredCache(Cache):
         Returns:
             Columns restored, the same for all rows: whole pages of each row, at most ``N - 1``. ``generate`` takes
             the full ``input_ids`` and skips them; a forward loop starts at that column.
+
+        Raises:
+            IdentityError: the model is not what it was when the cache was made.
+            ConfigError: the cache holds tokens already.
+            UnsupportedModelError: the mask is not that of a left-padded batch.
         """
         self._open()
         if self._columns:
-            raise ConfigError(f"the cache already holds {self._columns} tokens; load_prefix needs a new one or reset()")
+            raise ConfigError(
+                f"the cache already holds {self._columns} tokens; load_prefix needs a new one, or reset()"
+            )
         ids = torch.as_tensor(input_ids)
         if ids.dim() != 2 or not ids.shape[1]:
-            raise ConfigError(f"input_ids have shape {tuple(ids.shape)}; give [rows, tokens] with at least one token")
+            raise ConfigError(
+                f"input_ids have shape {tuple(ids.shape)}; give [rows, tokens] with at least one token"
+            )
+        if attention_mask is not None and attention_mask.shape != ids.shape:
+            raise ConfigError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(ids.shape)}; "
+                "they must be equal"
+            )
+        rows, width = ids.shape
+        pads = left_padding(attention_mask, rows)
+        if max(pads) == width:
+            raise UnsupportedModelError("a row of the attention mask is all zeros; give each row a token")
+        self.reset()
         self._check_identity()
-        pads = _left_padding(attention_mask, ids.shape[0], ids.shape[1])
-        self._set_rows(ids.shape[0])
-        found = []
-        for session, pad, row in zip(self._sessions, pads, ids.tolist(), strict=True):
-            found.append(pad + session.restore(row[pad:]))
-        # Columns are one number for the batch: the shortest row decides, the others are cut to it.
-        columns = min(found)
-        if columns <= max(pads):
-            columns = 0
-        for session, pad in zip(self._sessions, pads, strict=True):
-            session.crop(max(0, columns - pad))
-        self._pads = pads if columns else [0] * len(pads)
+        self._set_rows(rows)
+        prompt = [row[pad:] for row, pad in zip(ids.tolist(), pads, strict=True)]
+        try:
+            found = [
+                pad + session.restore(tokens)
+                for session, pad, tokens in zip(self._sessions, pads, prompt, strict=True)
+            ]
+            # Columns are one number for the batch: the shortest row decides, the others are cut to it.
+            columns = min(found)
+            if columns <= max(pads):
+                columns = 0
+            for session, pad in zip(self._sessions, pads, strict=True):
+                session.crop(max(0, columns - pad))
+        except BaseException:
+            self.reset()
+            raise
+        self._prompt = prompt
+        self._pads = pads if columns else [0] * rows
         self._set_columns(columns)
         return columns
 
     # ------------------------------------------------------------------ what transformers calls
 
-    def serve(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @_plain_tensors
+    def serve(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's ``update``."""
         if self._step is None:
-            self._step = self._begin(k)
-        if self._step.done[layer]:
-            raise ConfigError(f"layer {layer} was updated twice in one forward pass; use one cache for one model and one call at a time")
+            self._begin(k)
+        step = self._step
+        assert step is not None
+        if self._done[layer]:
+            raise ConfigError(
+                f"layer {layer} was updated twice in one forward pass; use one cache for one model "
+                "and one call at a time"
+            )
         keys, values = self._stream.update(layer, k, v)
-        self._step.done[layer] = True
-        self._served[layer] = self._step.columns
+        self._done[layer] = True
+        self._served[layer] = step.columns
         if layer == self._stream.layers[-1]:
-            self._end()
+            self._end(step)
         return keys, values
 
     def columns_of(self, layer: int) -> int:
@@ -135,44 +210,55 @@ class TieredCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._served[layer_idx] if layer_idx < len(self._served) else 0
 
+    @_plain_tensors
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; 0 removes none. Positive numbers are an error, as in
         transformers >= 5.20, where the sign once meant an absolute length."""
         self._open()
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative integer")
-        self._abort_step()
+            raise ValueError(
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative integer"
+            )
+        self._abort()
         columns = max(0, self._columns + tokens_to_remove)
         if columns == self._columns:
             return
-        for session, pad in zip(self._sessions, self._pads, strict=True):
-            session.crop(min(session.length, max(0, columns - pad)))
+        before = [session.length for session in self._sessions]
+        try:
+            for session, pad in zip(self._sessions, self._pads, strict=True):
+                session.crop(min(session.length, max(0, columns - pad)))
+        except BaseException:
+            if before != [session.length for session in self._sessions]:
+                self.reset()  # some rows are cut, some are not: no state to go on from
+            raise
+        self._prompt = None
         self._set_columns(columns)
 
     def reset(self) -> None:
         """Forget the sequences; their sealed pages stay in the store."""
         self._open()
-        self._abort_step()
+        self._abort()
         for session in self._sessions:
             session.close()
         self._sessions = [Session(self.store, self.identity, name=self.name)]
         self._pads = [0]
+        self._prompt = None
+        self._verified = False
         self._set_columns(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` goes on from what is row ``beam_idx[i]`` now; pages are shared, unsealed ones copied."""
-        self._open()
-        self._select([int(i) for i in beam_idx])
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes ``repeats`` rows."""
         self._select([row for row in range(len(self._sessions)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices``."""
+        """Keep the rows ``indices``: numbers, or a boolean a row."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        self._select([int(i) for i in indices])
+        self._select(indices.tolist())
 
     def activate_past_recording(self) -> None:
         """Assisted decoding asks for it; every ``crop`` works here without."""
@@ -189,6 +275,7 @@ class TieredCache(Cache):
         """One a row."""
         return tuple(self._sessions)
 
+    @_plain_tensors
     def seal(self) -> int:
         """Turn full pages of the last forward into shareable ones now instead of at the next; how many."""
         self._open()
@@ -199,17 +286,32 @@ class TieredCache(Cache):
         self.seal()
         return self.store.flush(timeout_s)
 
+    @_plain_tensors
     def fork(self) -> TieredCache:
         """A second continuation of the same tokens, sharing all sealed pages. ``copy.deepcopy`` does the same."""
         self._open()
+        self._abort()
         model = self._model()
         if model is None:
             raise ClosedError("the cache's model is gone; it cannot be forked")
+        self._check_adapters()
         other = TieredCache(model, self.store, identity=self.identity, name=self.name)
+        try:
+            sessions: list[Session] = []
+            for session in self._sessions:
+                sessions.append(session.fork())
+        except BaseException:
+            for session in sessions:
+                session.close()
+            other.close()
+            raise
         for session in other._sessions:
             session.close()
-        other._sessions = [session.fork() for session in self._sessions]
+        other._sessions = sessions
+        other._stream.order_after(self.store.device.compute_stream().record())
         other._pads = list(self._pads)
+        other._prompt = self._prompt
+        other._verified = self._verified
         other._set_columns(self._columns)
         return other
 
@@ -217,105 +319,155 @@ class TieredCache(Cache):
         return self.fork()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a TieredCache cannot be pickled; its pages are in the store, under their keys")
+        raise TypeError(
+            "a TieredCache cannot be pickled; its pages are in the store, under their keys"
+        )
 
+    @_plain_tensors
     def close(self) -> None:
-        """Give everything back. Sealed pages stay in the store. Idempotent, in any state."""
+        """Give everything back. Sealed pages stay in the store. Idempotent, in any state, also after the store."""
         if self._closed:
             return
         self._closed = True
         self._unwatch()
-        self._step = None
-        for session in self._sessions:
-            if not self.store.closed and not session.closed:
-                session.seal()
-            session.close()
-        self._stream.close()
+        with contextlib.ExitStack() as stack:
+            # Last to first, each even if one before it fails.
+            stack.callback(_unless_closed, self._stream.close)
+            for session in self._sessions:
+                stack.callback(_unless_closed, session.close)
+                if not self.store.closed:
+                    stack.callback(_unless_closed, session.seal)
+            stack.callback(_unless_closed, self._abort)
 
     def __enter__(self) -> TieredCache:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------ passes
 
     def expect(self, inputs: ForwardInputs) -> None:
         """The model is about to run with these inputs on this cache (called by the forward hook)."""
         self._open()
-        self._abort_step()
-        if self._columns and inputs.rows is not None and inputs.rows == len(self._sessions) and inputs.columns is not None:
-            self._check_mask(inputs)
+        self._abort()
         self._check_adapters()
         self._inputs = inputs
 
-    def _begin(self, k: torch.Tensor) -> _Step:
+    def finished(self) -> None:
+        """The model's run on this cache has ended (called by the forward hook). One that did not get to the last
+        layer has appended nothing."""
+        self._inputs = None
+        if not self._closed:
+            self._abort()
+
+    def _begin(self, k: torch.Tensor) -> None:
         self._open()
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
+            raise UnsupportedModelError(
+                "the cache is updated outside a forward pass of the model that it was made for; "
+                "make a TieredCache for the model that you run"
+            )
+        if not self._columns and not self._verified:
+            self._check_identity()
         rows, count = k.shape[0], k.shape[-2]
         if rows != len(self._sessions):
             self._broadcast(rows)
-        inputs, self._inputs = self._inputs, None
-        if inputs is not None and (inputs.rows, inputs.columns) != (rows, count):
-            inputs = None  # ids of something else than what this cache is fed (a vision prefix, say)
-        if not self._columns:
-            mask = inputs.attention_mask if inputs is not None else None
-            self._pads = _left_padding(mask, rows, mask.shape[1] if mask is not None else 0)
-        inputs = self._check_positions(inputs, count)
-        columns = self._columns + count
-        news = [max(0, columns - max(pad, self._columns)) for pad in self._pads]
+        feed = read_feed(
+            inputs,
+            before=self._columns,
+            count=count,
+            pads=self._pads,
+            lengths=[session.length for session in self._sessions],
+        )
+        self._check_prompt(feed)
+        self._pads = feed.pads
         for session in self._sessions:
             session.seal()
         self.store.poll()
-        self._reserve(news)
-        plan, fresh = [], []
-        for session, pad, new in zip(self._sessions, self._pads, news, strict=True):
-            lease, is_new = session.lease()
-            plan.append(Row(lease, session.tails, pad if new or session.length else columns, session.length, new, count - new))
-            fresh.append(is_new)
-        self._stream.begin(plan, self._columns, columns, fresh)
-        ids = inputs.ids() if inputs is not None else None
-        tokens = [row[count - new :] for row, new in zip(ids, news, strict=True)] if ids is not None else [None] * rows
-        return _Step(columns, news, tokens, [False] * len(self._served))
+        self._reserve(feed.news)
+        try:
+            rows_now = [
+                Row(session.lease()[0], session.tails, pad, session.length, new, count - new)
+                for session, pad, new in zip(self._sessions, feed.pads, feed.news, strict=True)
+            ]
+            self._stream.begin(rows_now, self._columns, feed.columns)
+        except BaseException:
+            self._rest()
+            raise
+        self._step = feed
+        self._done = [False] * len(self._done)
 
     def _reserve(self, news: list[int]) -> None:
+        """Room for the new tokens of all rows, or of none."""
+        taken: list[tuple[Session, int]] = []
         try:
             for session, new in zip(self._sessions, news, strict=True):
-                session.reserve(new)
-        except TierFullError as error:
-            chunk = self.store.sizes["vram"] // self.store.layout.page_bytes // 2 // len(news) * self.store.layout.page_tokens
-            hint = f"; feed at most {chunk} tokens a forward pass (prefill_chunk_size={chunk})" if max(news) > max(1, chunk) else ""
-            raise TierFullError(f"{error}{hint}", tier=error.tier, needed_bytes=error.needed_bytes, holders=error.holders) from None
+                taken.append((session, len(session.reserve(new))))
+        except BaseException as error:
+            for session, count in taken:
+                _give_back(session, count)
+            if isinstance(error, TierFullError):
+                raise self._too_large(error, max(news)) from None
+            raise
 
-    def _end(self) -> None:
-        step = self._step
-        assert step is not None
+    def _too_large(self, error: TierFullError, tokens: int) -> TierFullError:
+        layout, rows = self.store.layout, len(self._sessions)
+        pages = self.store.sizes["vram"] // layout.page_bytes // rows
+        chunk = max(1, pages // 2) * layout.page_tokens
+        hint = ""
+        if pages < 2:
+            hint = f"; make vram at least {2 * rows * layout.page_bytes} bytes, two pages a row"
+        elif tokens > chunk:
+            hint = f"; feed at most {chunk} tokens a forward pass (prefill_chunk_size={chunk})"
+        return TierFullError(
+            f"{error}{hint}",
+            tier=error.tier,
+            needed_bytes=error.needed_bytes,
+            holders=error.holders,
+        )
+
+    def _end(self, step: Feed) -> None:
         self._step = None
-        stream, event = self._stream.end()
+        self._rest()
         for session, new, tokens in zip(self._sessions, step.news, step.tokens, strict=True):
-            session.rest(stream, event)
             if new:
                 session.extend(new, tokens)
-        self._columns = step.columns
+        self._set_columns(step.columns)
 
-    def _abort_step(self) -> None:
+    def _rest(self) -> None:
+        """The leases may be ended from now on, behind the work of this pass."""
+        stream, event = self._stream.end()
+        for session in self._sessions:
+            session.rest(stream, event)
+
+    def _abort(self) -> None:
         """A forward pass that ended before its last layer (an error, a stop) has appended nothing."""
-        if self._step is not None:
-            self._step = None
-            stream, event = self._stream.end()
-            for session in self._sessions:
-                session.rest(stream, event)
-            self._set_columns(self._columns)
+        if self._step is None:
+            return
+        self._step = None
+        self._rest()
+        for session in self._sessions:
+            spare = len(session.pages) + len(session.tails)
+            _give_back(session, spare - self.store.layout.pages(session.length))
+        self._set_columns(self._columns)
 
     # ------------------------------------------------------------------ rows
 
+    @_plain_tensors
     def _select(self, rows: list[int]) -> None:
         """Make the rows what the rows ``rows`` are now."""
-        self._abort_step()
+        self._open()
+        self._abort()
         if rows == list(range(len(self._sessions))):
             return
-        old, pads = self._sessions, self._pads
+        old, pads, prompt = self._sessions, self._pads, self._prompt
         last = {row: at for at, row in enumerate(rows)}
         new: list[Session] = []
         try:
@@ -331,6 +483,7 @@ class TieredCache(Cache):
             if row not in last:
                 session.close()
         self._sessions, self._pads = new, [pads[row] for row in rows]
+        self._prompt = None if prompt is None else [prompt[row] for row in rows]
 
     def _set_rows(self, rows: int) -> None:
         while len(self._sessions) < rows:
@@ -343,12 +496,16 @@ class TieredCache(Cache):
     def _broadcast(self, rows: int) -> None:
         """More rows than were restored: ``num_beams`` or ``num_return_sequences`` on one prompt."""
         have = len(self._sessions)
-        if not self._columns:
-            self._set_rows(rows)
-        elif rows % have == 0:
+        if rows % have == 0 and (self._columns or self._prompt is not None):
             self._select([row for row in range(have) for _ in range(rows // have)])
+        elif not self._columns:
+            self._prompt = None
+            self._set_rows(rows)
         else:
-            raise ConfigError(f"the cache holds {have} sequences, the model is run on {rows}; reset() the cache or use another one")
+            raise ConfigError(
+                f"the cache holds {have} sequences, the model is run on {rows}; "
+                "reset() the cache or use another one"
+            )
 
     def _set_columns(self, columns: int) -> None:
         self._columns = columns
@@ -365,79 +522,66 @@ class TieredCache(Cache):
         model = self._model()
         if model is None:
             return
-        now = identity_of(model, layout=self.store.layout, tenant=self.identity.tenant, revision=self.identity.revision or None)
+        now = identity_of(
+            model,
+            layout=self.store.layout,
+            tenant=self.identity.tenant,
+            revision=self.identity.revision or None,
+        )
         if now.digest != self.identity.digest:
-            raise IdentityError("the model has changed since the cache was made (weights, adapters or configuration); make a new TieredCache")
+            raise IdentityError(
+                "the model has changed since the cache was made (weights, adapters or configuration); "
+                "make a new TieredCache"
+            )
+        self._verified = True
 
     def _check_adapters(self) -> None:
         model = self._model()
-        if model is not None and adapter_state(model) != self._adapters:
-            if not self._columns:
-                raise IdentityError("the active adapters have changed since the cache was made; make a new TieredCache")
-            raise IdentityError(
-                f"the active adapters have changed under a cache that holds {self._columns} tokens computed with the old "
-                "ones; make a new TieredCache for the new adapters"
-            )
-
-    def _check_positions(self, inputs: ForwardInputs | None, count: int) -> ForwardInputs | None:
-        """The new tokens must follow the cached ones. Tokens at positions of their own have KV of their own: they
-        are served, but not shared (``None``).
-
-        Raises:
-            UnsupportedModelError: the model is fed tokens again that the cache holds.
-        """
-        if inputs is None or inputs.position_ids is None:
-            return inputs
-        for row, positions in enumerate(inputs.position_ids.tolist()):
-            first = max(self._pads[row], self._columns)
-            want = list(range(first - self._pads[row], self._columns + count - self._pads[row]))
-            given = positions[count - len(want) :] if want else []
-            if given != want:
-                if self._columns and given and given[0] < want[0]:
-                    raise UnsupportedModelError(
-                        f"the model is fed position {given[0]} of a sequence of which the cache holds {want[0]} tokens. "
-                        "Assisted and prompt-lookup decoding do that with a cache that was filled before; call "
-                        "generate() on an empty cache for them (no load_prefix, or reset())"
-                    )
-                return None
-        return inputs
-
-    def _check_mask(self, inputs: ForwardInputs) -> None:
-        mask = inputs.attention_mask
-        if mask is None or mask.shape[1] != self._columns + (inputs.columns or 0):
+        if model is None:
             return
-        pads = _left_padding(mask, mask.shape[0], mask.shape[1])
-        if pads != self._pads:
-            raise ConfigError(
-                f"the attention mask says that the rows are padded by {pads}, the cached tokens by {self._pads}; "
-                "pass the mask of the same prompt, or reset() the cache"
+        if adapter_state(model) != self._adapters:
+            raise IdentityError(
+                f"the active adapters have changed under a cache that holds {self._columns} tokens "
+                "computed with the old ones; make a new TieredCache for the new adapters"
             )
-
-
-class _Step:
-    """A forward pass under way."""
-
-    __slots__ = ("columns", "done", "news", "tokens")
-
-    def __init__(self, columns: int, news: list[int], tokens: Sequence[list[int] | None], done: list[bool]) -> None:
-        self.columns = columns
-        self.news = news
-        self.tokens = tokens
-        self.done = done
-
-
-def _left_padding(mask: torch.Tensor | None, rows: int, columns: int) -> list[int]:
-    """Padding columns of each row.
-
-    Raises:
-        UnsupportedModelError: the mask has holes, or zeros at its end (right padding).
-    """
-    if mask is None or mask.dim() != 2:
-        return [0] * rows
-    pads = (mask == 0).sum(dim=1).tolist()
-    for row, pad in enumerate(pads):
-        if pad == columns or not bool((mask[row, pad:] != 0).all()):
+        if mixed_adapters(model):
             raise UnsupportedModelError(
-                f"row {row} of the attention mask is not left-padded (zeros, then ones); set tokenizer.padding_side = 'left'"
+                "the rows of this batch run under different adapters (adapter_names, activated LoRA), "
+                "so no page has one identity; run one adapter at a time"
             )
-    return pads
+
+    def _check_prompt(self, feed: Feed) -> None:
+        """After ``load_prefix`` the model must be run on its prompt."""
+        if self._prompt is None:
+            return
+        fed = 0
+        for row, (session, tokens) in enumerate(zip(self._sessions, feed.tokens, strict=True)):
+            rest = self._prompt[row][session.length :]
+            fed += len(tokens or ()) >= len(rest)
+            common = min(len(rest), len(tokens or ()))
+            if tokens is not None and tokens[:common] != rest[:common]:
+                at = next(n for n in range(common) if tokens[n] != rest[n])
+                raise ConfigError(
+                    f"row {row} is fed token {tokens[at]} at place {session.length + at} of the prompt, "
+                    f"load_prefix was given {rest[at]} there; pass the whole prompt to both, or reset() the cache"
+                )
+        if fed == len(self._sessions):
+            self._prompt = None
+
+
+def _same_adapters(identity: ModelIdentity, model: torch.nn.Module) -> bool:
+    return replace(identity, adapters=active_adapters(model)) == identity
+
+
+def _give_back(session: Session, count: int) -> None:
+    """Return the last ``count`` tails of a session, which hold no token."""
+    if count > 0:
+        spare = session.tails[-count:]
+        del session.tails[-count:]
+        session.store.give_tails(spare, [session.store.device.compute_stream().record()])
+
+
+def _unless_closed(action: Callable[[], object]) -> None:
+    """A store or device that was closed has taken its memory back already."""
+    with contextlib.suppress(ClosedError):
+        action()

@@ -3,16 +3,15 @@
 Two levels, both over every bit:
 
 * The digest proper: SHA-256 of each tensor's bytes, then of (name, dtype, shape, that) of all
-tensors in the
-  order of names. Equal digests mean equal weights, on any machine. About 1.4 GB/s on one CPU core.
+  tensors in the order of names. Equal digests mean equal weights, on any machine. About 1.4 GB/s on
+  one CPU core with SHA instructions.
 * The check that decides whether a tensor's SHA-256 may be reused: each row of 2**16 words of 64
-bits goes
-  through the multilinear hash sum(a[i] * low32(x[i]) + b[i] * high32(x[i])) mod 2**64 with secret
-  random a, b (Carter and Wegman, "Universal classes of hash functions", 1979), the row sums through
-  BLAKE2b. One pass of integer arithmetic where the weights lie. A single changed element is always
-  seen, because a and b are odd; any other change that was made without knowledge of the secret is
-  missed with a probability of at most 2**-32 a row (two equal differences of 2**31, whose factors
-  add up to a multiple of 2**33).
+  bits goes through the multilinear hash sum(a[i] * x[i] + b[i] * (x[i] >> 32)) mod 2**64 with
+  secret odd random a, b (Carter and Wegman, "Universal classes of hash functions", 1979), the row
+  sums through BLAKE2b. One pass of integer arithmetic where the weights lie. A change within one
+  32-bit half of a word is always seen, because the factors are odd. Any other change made without
+  knowledge of the secret is missed in a row with a probability of at most 2**-32. The shifted term
+  is what makes that true: without it, flips of the top bits of two words would cancel for certain.
 
 So an edit of one element, in place, by ``.data``, by a merge or by an optimiser step changes the
 digest at the next call. ``Tensor._version`` is no help: it does not count edits through ``.data``.
@@ -130,8 +129,7 @@ class WeightsDigest:
         out = []
         for piece in pieces:
             width = piece.shape[1]
-            low = (piece & 0xFFFFFFFF).mul_(a[:width])
-            out.append((low.add_((piece >> 32).mul_(b[:width]))).sum(1))
+            out.append((piece * a[:width]).add_((piece >> 32).mul_(b[:width])).sum(1))
         return out
 
     def _secret(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

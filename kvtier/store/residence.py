@@ -1,0 +1,191 @@
+"""What is in which tier, who holds it, and how it is let go. Nothing here waits or starts a copy."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+from kvtier.devices.base import Device
+from kvtier.errors import CopyFailedError, OffloadWarning
+from kvtier.mover import Mover, events
+from kvtier.store.directory import Directory
+from kvtier.store.page import TIERS, Copy, Page
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.memory import SlotTier
+
+
+class Residence:
+    """The tiers and the directory over them. Used under the store's lock only.
+
+    Args:
+        slots: the slot tiers that exist, ``vram`` and ``host``.
+        disk: the disk tier or ``None``.
+        bounce: host slots through which pages pass between VRAM and disk without a place in the
+            host tier.
+        park: asks idle sessions to give up the leases they keep between steps; returns whether one
+            did.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        directory: Directory,
+        slots: dict[str, SlotTier],
+        disk: DiskTier | None,
+        bounce: SlotTier,
+        park: Callable[[], bool],
+    ) -> None:
+        self.device = device
+        self.directory = directory
+        self.slots = slots
+        self.disk = disk
+        self.bounce = bounce
+        self.mover = Mover(device)
+        #: Index of each unsealed VRAM slot -> who writes to it.
+        self.tails: dict[int, str] = {}
+        self.warnings: list[str] = []
+        self.damaged = 0
+        self.lost = 0
+        #: Stored bytes of all disk copies, arriving ones included.
+        self.disk_bytes = 0
+        self.disk_peak_bytes = 0
+        #: What one page is charged with on disk.
+        self.stored_bytes = disk.stored_bytes_of(directory.page_bytes) if disk is not None else 0
+        self._park = park
+        self._leaving: Counter[str] = Counter()
+        self._unsaid: list[str] = []
+
+    # ------------------------------------------------------------------ arriving and leaving
+
+    def attach_disk(self, page: Page, *, arriving: bool) -> Copy:
+        """Enter a copy on disk and charge it."""
+        copy = Copy("disk", None, arriving=arriving)
+        self.directory.attach(page, copy)
+        self.disk_bytes += self.stored_bytes
+        self.disk_peak_bytes = max(self.disk_peak_bytes, self.disk_bytes)
+        return copy
+
+    def landed(self, page: Page, copy: Copy, error: CopyFailedError | None) -> None:
+        """A copy has arrived, or failed to."""
+        if error is None:
+            self.directory.arrived(page, copy)
+            if copy.tier == "disk":
+                page.torn = False
+        else:
+            self._detach(page, copy)
+        self.settle(page)
+
+    def leave(self, page: Page, copy: Copy) -> None:
+        """The copy goes once one below it has arrived."""
+        copy.leaving = True
+        self._leaving[copy.tier] += 1
+        self.directory.hold(page, copy)
+
+    def settle(self, page: Page) -> None:
+        """Let go of copies that were waiting for one below them."""
+        for copy in list(page.copies.values()):
+            if not copy.leaving:
+                continue
+            below = self.below(page, copy.tier)
+            ready = any(not c.arriving for c in below)
+            if below and not ready:
+                continue
+            copy.leaving = False
+            self._leaving[copy.tier] -= 1
+            self.directory.unhold(page, copy)
+            if copy.holds == 0 and ready:
+                self.drop_copy(page, copy)
+        self.reap(page)
+
+    @staticmethod
+    def below(page: Page, tier: str) -> list[Copy]:
+        """Copies of a page in the tiers below one, arriving ones included."""
+        return [page.copies[t] for t in TIERS[TIERS.index(tier) + 1 :] if t in page.copies]
+
+    # ------------------------------------------------------------------ holding
+
+    def unhold(self, page: Page, copy: Copy) -> None:
+        """One reason less to keep a copy; lets go of what only waited for that."""
+        self.directory.unhold(page, copy)
+        self.settle(page)
+
+    def disown(self, page: Page, owner: str) -> None:
+        self.directory.disown(page, owner)
+        self._bury(page)
+        self.reap(page)
+
+    # ------------------------------------------------------------------ going
+
+    def reap(self, page: Page) -> None:
+        """Drop a page that nobody can find any more (unowned, and ephemeral or without its prefix),
+        and then what was kept for it alone."""
+        at: Page | None = page
+        while at is not None and self._useless(at) and self.drop_page(at):
+            at = self.directory.get(at.parent) if at.parent is not None else None
+
+    def _useless(self, page: Page) -> bool:
+        if page.owners or self.directory.get(page.key) is not page:
+            return False
+        return page.ephemeral or self.directory.orphan(page)
+
+    def drop_copy(self, page: Page, copy: Copy) -> None:
+        """Remove a copy that nothing holds."""
+        assert copy.holds == 0 and not copy.arriving
+        self._detach(page, copy)
+        if copy.tier == "disk":
+            assert self.disk is not None
+            self.disk.delete([page.key])
+
+    def drop_page(self, page: Page) -> bool:
+        """Remove a page from all tiers, after the pages below it, which are of no use without it.
+        False, and nothing done, if one of them is held or owned."""
+        doomed = [*self.directory.descendants(page), page]
+        if any(
+            p.owners or any(c.holds or c.arriving for c in p.copies.values()) for p in doomed
+        ):
+            return False
+        for p in doomed:
+            for copy in list(p.copies.values()):
+                self.drop_copy(p, copy)
+        return True
+
+    def lose(self, page: Page, tier: str) -> None:
+        """A copy turned out to be unreadable: it is gone, whoever holds it."""
+        copy = page.copies.get(tier)
+        if copy is None or copy.arriving:
+            return
+        self._detach(page, copy)
+        if page.copies:
+            page.torn = tier == "disk"
+            return
+        self.lost += 1
+        self._bury(page)
+
+    def _detach(self, page: Page, copy: Copy) -> None:
+        self.directory.detach(page, copy)
+        if copy.slot is not None:
+            self.slots[copy.tier].give(copy.slot, events([copy.written], copy.reads.values()))
+        else:
+            self.disk_bytes -= self.stored_bytes
+        self._bury(page)
+
+    def _bury(self, page: Page) -> None:
+        """Pages below one that has no copy any more are of no use."""
+        if not page.copies:
+            for p in self.directory.descendants(page):
+                self.reap(p)
+
+    # ------------------------------------------------------------------ warnings
+
+    def warn(self, text: str) -> None:
+        """Note a warning. It is raised by ``speak``, since this may run where a filter that turns
+        warnings into errors would leave work half done."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self._unsaid.append(text)
+
+    def speak(self) -> None:
+        """Raise the warnings noted so far."""
+        while self._unsaid:
+            warnings.warn(self._unsaid.pop(0), OffloadWarning, stacklevel=4)

@@ -1,0 +1,292 @@
+"""Time passes: the ends of copies and writes; and the way of a page to disk.
+
+A page is written in three steps: its bytes reach host memory (they are there, or pass through a
+bounce slot), the disk tier queues them, the disk acknowledges. Writes are queued in the order in
+which they began, so a prefix is never behind its suffix.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvtier.devices.base import Device
+from kvtier.errors import (
+    CopyFailedError,
+    DeadlineExceededError,
+    DiskError,
+    KvtierError,
+    TierFullError,
+)
+from kvtier.mover import remaining
+from kvtier.store.directory import Directory
+from kvtier.store.page import Copy, Page
+from kvtier.store.residence import Residence
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.memory import Slot, SlotTier
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A page on its way to disk.
+
+    Attributes:
+        target: its copy on disk, arriving.
+        slot: the host memory that its bytes are read from.
+        release: lets go of that memory.
+        above: the disk copy of its prefix, held until the write has ended.
+        copied: the bytes are in ``slot``.
+    """
+
+    page: Page
+    target: Copy
+    slot: Slot
+    release: Callable[[], None]
+    above: tuple[Page, Copy] | None
+    copied: bool
+
+
+class Writes(Residence):
+    """A residence in which time passes."""
+
+    def __init__(
+        self,
+        device: Device,
+        directory: Directory,
+        slots: dict[str, SlotTier],
+        disk: DiskTier | None,
+        bounce: SlotTier,
+        park: Callable[[], bool],
+    ) -> None:
+        super().__init__(device, directory, slots, disk, bounce, park)
+        self._writes: deque[Write] = deque()
+        self._acks: queue.SimpleQueue[tuple[Future[None], Write]] = queue.SimpleQueue()
+        self._unacknowledged = 0
+
+    # ------------------------------------------------------------------ time passes
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies or writes are under way."""
+        return self.mover.busy or self._unacknowledged > 0 or bool(self._writes)
+
+    def poll(self) -> bool:
+        """Handle everything that has ended; never waits. Whether anything had."""
+        ended = self.mover.poll()
+        while self._unacknowledged:
+            try:
+                self._acknowledged(*self._acks.get_nowait())
+            except queue.Empty:
+                break
+            ended = True
+        self._submit()
+        return ended
+
+    def progress(self, deadline: float) -> None:
+        """Wait until at least one thing that is under way has ended."""
+        if self.poll() or not self.busy:
+            return
+        if self.mover.busy:
+            self.mover.wait_oldest(deadline)
+        elif self._unacknowledged:
+            try:
+                ended = self._acks.get(timeout=remaining(deadline, "a write to disk"))
+            except queue.Empty:
+                raise DeadlineExceededError(
+                    f"the disk did not acknowledge {self._unacknowledged} page(s) before the "
+                    "deadline; they are still being written"
+                ) from None
+            self._acknowledged(*ended)
+            self._submit()
+        else:
+            self._submit(remaining(deadline, "the queue of the disk tier"))
+
+    def drain(self, deadline: float) -> None:
+        """Wait until nothing is under way."""
+        while self.busy:
+            remaining(deadline, "copies between tiers")
+            self.progress(deadline)
+
+    def bounce_slot(self, deadline: float) -> Slot:
+        """A bounce slot, contents undefined. Other copies may end meanwhile.
+
+        Raises:
+            TierFullError: all are taken, and nothing is under way that would free one.
+            DeadlineExceededError: none was freed in time.
+        """
+        while True:
+            slot = self.bounce.take()
+            if slot is not None:
+                return slot
+            if not self.busy:
+                raise TierFullError(
+                    f"all {self.bounce.capacity_pages} host slots between VRAM and disk are taken "
+                    "and nothing is under way that would free one; close the store",
+                    tier="bounce",
+                    needed_bytes=self.bounce.page_bytes,
+                    holders={},
+                )
+            remaining(deadline, "a free host slot between VRAM and disk")
+            self.progress(deadline)
+
+    # ------------------------------------------------------------------ down to disk
+
+    def write_to_disk(self, page: Page, deadline: float) -> bool:
+        """Start the write of a page, and before it of those of its prefix that are not on disk: a
+        page on disk without its prefix could not be found after a restart. Other copies may end
+        meanwhile. False if the disk cannot take it."""
+        chain: list[Page] = []
+        at: Page | None = page
+        while at is not None and "disk" not in at.copies:
+            if at.readable() is None:
+                return False
+            chain.append(at)
+            at = self.directory.get(at.parent) if at.parent is not None else None
+        return all(self._write_one(p, deadline) for p in reversed(chain))
+
+    def _write_one(self, page: Page, deadline: float) -> bool:
+        bounce: Slot | None = None
+        if not _ready(page.copies.get("host")):
+            bounce = self.bounce_slot(deadline)
+        # Waiting for the slot may have changed where the page is, and whether it is.
+        host = page.copies.get("host")
+        if bounce is not None and (_ready(host) or page.readable() is None):
+            self.bounce.give(bounce)
+            bounce = None
+        if "disk" in page.copies or page.readable() is None:
+            if bounce is not None:
+                self.bounce.give(bounce)
+            return "disk" in page.copies
+        source = page.copies["vram"] if bounce is not None or host is None else host
+        parent = self.directory.get(page.parent) if page.parent is not None else None
+        above: tuple[Page, Copy] | None = None
+        if parent is not None:
+            if "disk" not in parent.copies:
+                if bounce is not None:
+                    self.bounce.give(bounce)
+                return False
+            above = (parent, parent.copies["disk"])
+            self.directory.hold(*above)
+        self.directory.hold(page, source)
+        if not self._make_disk_room():
+            if bounce is not None:
+                self.bounce.give(bounce)
+            if above is not None:
+                self.unhold(*above)
+            self.unhold(page, source)
+            return False
+        target = self.attach_disk(page, arriving=True)
+        assert source.slot is not None
+        if bounce is None:
+            write = Write(
+                page, target, source.slot, lambda: self.unhold(page, source), above, copied=True
+            )
+        else:
+            slot = bounce
+            write = Write(page, target, slot, lambda: self.bounce.give(slot), above, copied=False)
+
+            def copied(error: CopyFailedError | None) -> None:
+                self.unhold(page, source)
+                self._copied(write, error)
+
+            transfer = self.mover.down(source.slot, slot, source.written, copied)
+            source.reads["d2h"] = transfer.event
+        self._writes.append(write)
+        self._submit()
+        return page.copies.get("disk") is target
+
+    def _copied(self, write: Write, error: CopyFailedError | None) -> None:
+        if error is not None:
+            self._writes.remove(write)
+            self._ended(write, error)
+        else:
+            write.copied = True
+            self._submit()
+
+    def _submit(self, wait_s: float | None = None) -> None:
+        """Hand the writes that are ready to the disk tier, in order. Does not wait for room in its
+        queue, unless ``wait_s`` is given.
+
+        Raises:
+            DeadlineExceededError: no room within ``wait_s``.
+        """
+        while self._writes and self._writes[0].copied:
+            assert self.disk is not None
+            write = self._writes[0]
+            page = write.page
+            data = self.device.host(write.slot.range()).numpy()
+            try:
+                future = self.disk.put(
+                    page.key,
+                    parent=page.parent,
+                    depth=page.depth,
+                    identity=page.identity,
+                    data=data,
+                    ephemeral=page.ephemeral,
+                    timeout_s=wait_s or 0.0,
+                )
+            except DeadlineExceededError:
+                if wait_s is None:
+                    return
+                raise
+            except (KvtierError, OSError) as error:
+                self._writes.popleft()
+                self._ended(write, error)
+                continue
+            self._writes.popleft()
+            self._unacknowledged += 1
+            future.add_done_callback(_reporter(self._acks, write))
+
+    def _acknowledged(self, future: Future[None], write: Write) -> None:
+        self._unacknowledged -= 1
+        if future.cancelled():
+            self._ended(write, DiskError("the write was cancelled"))
+        else:
+            self._ended(write, future.exception())
+
+    def _ended(self, write: Write, error: BaseException | None) -> None:
+        write.release()
+        if error is None:
+            self.mover.links["host->disk"].add(self.directory.page_bytes)
+            self.landed(write.page, write.target, None)
+        else:
+            self.warn(f"a page could not be written to disk: {error}")
+            # Its suffix may be on disk already, or come there.
+            write.page.torn = True
+            self.landed(write.page, write.target, CopyFailedError(str(error)))
+        if write.above is not None:
+            self.unhold(*write.above)
+
+    def _make_disk_room(self) -> bool:
+        """Room for one page on disk."""
+        assert self.disk is not None
+        stuck: list[tuple[Page, Copy]] = []
+        try:
+            while self.disk_bytes + self.stored_bytes > self.disk.live_capacity_bytes:
+                key = self.directory.policies["disk"].victim()
+                if key is None:
+                    return False
+                page = self.directory.pages[key]
+                copy = page.copies["disk"]
+                if any(c is not copy and not c.arriving for c in page.copies.values()):
+                    self.drop_copy(page, copy)
+                elif not self.drop_page(page):
+                    self.directory.hold(page, copy)
+                    stuck.append((page, copy))
+            return True
+        finally:
+            for page, copy in stuck:
+                self.unhold(page, copy)
+
+
+def _ready(copy: Copy | None) -> bool:
+    return copy is not None and not copy.arriving
+
+
+def _reporter(
+    acks: queue.SimpleQueue[tuple[Future[None], Write]], write: Write
+) -> Callable[[Future[None]], None]:
+    return lambda future: acks.put((future, write))
