@@ -6,7 +6,9 @@ comes back byte for byte as it was put, or it is a miss; the folder never takes 
 ``capacity_bytes``.
 
 A group of puts is one transaction, so no page is ever half there. A page that fails its checksums
-is counted, reported, removed, and can be stored again.
+is counted, reported, removed, and can be stored again. A database whose tree is damaged starts
+empty at the next open; while it is open, LMDB may also end the process on such damage (it maps the
+file into memory).
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ _META_KEY = b"kvtier"
 _TICK_KEY = b"tick"
 _META = struct.Struct("<8sI")
 _META_MAGIC = b"kvtierdb"
+_OWNED = b"kvtier\n"
 _MAX_READERS = 254
 _PIECE = struct.Struct(">H")
 
@@ -49,6 +50,10 @@ class FileDamagedError(DiskError):
     """The database file is not readable as a whole."""
 
 
+class ForeignFileError(DiskError):
+    """The database does not say that it belongs to a disk tier."""
+
+
 def disk_error(error: BaseException, doing: str, path: str | os.PathLike[str]) -> DiskError:
     """``error`` of LMDB or the system as a DiskError that says what was being done, where, and what
     helps.
@@ -63,6 +68,8 @@ def disk_error(error: BaseException, doing: str, path: str | os.PathLike[str]) -
         errno.EROFS: "the file system is read-only; choose another folder",
         errno.ENOENT: "the folder was moved or removed; close the tier and open it again",
     }.get(code, "check the device and its free space; later writes are tried again")
+    if isinstance(error, DAMAGE):
+        remedy = "the database is damaged; close the tier and delete the folder (it is a cache)"
     return DiskError(code, f"{doing} failed ({error}); {remedy}", os.fspath(path))
 
 
@@ -75,8 +82,6 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WRITER_LOCK
-        #: Whether a tier had been in this folder before.
-        self.existed = self._path.exists()
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -84,7 +89,7 @@ class FolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip() or "unknown"
+            owner = os.pread(self._fd, 64, 0).decode("ascii", "replace").partition("\n")[0]
             os.close(self._fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise disk_error(error, "locking the folder", self._path) from error
@@ -95,8 +100,18 @@ class FolderLock:
                 "children it forked), or give each tier a folder of its own",
                 str(folder),
             ) from None
+        #: Whether a tier of this library made the folder's database, so that it may delete it.
+        self.owned = _OWNED in os.pread(self._fd, 64, 0)
+        self._write(_OWNED if self.owned else b"")
+
+    def _write(self, mark: bytes) -> None:
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._fd, b"%d\n%b" % (os.getpid(), mark), 0)
+
+    def claim(self) -> None:
+        """Note that the database in the folder is a disk tier's."""
+        self.owned = True
+        self._write(_OWNED)
 
     def release(self) -> None:
         """Give the right back, also on behalf of forked children that inherited it. Idempotent."""
@@ -154,8 +169,9 @@ class LmdbFile:
     anywhere.
 
     Raises:
-        FileDamagedError: the file is not readable as a database of this tier.
-        DiskError: the system refuses, or the file belongs to something else.
+        FileDamagedError: the file is not readable as a database.
+        ForeignFileError: it holds something, but not a disk tier's first record.
+        DiskError: the system refuses, or the storage version is another one.
     """
 
     def __init__(
@@ -218,7 +234,7 @@ class LmdbFile:
         entries = env.stat()["entries"]
         if raw is None:
             if entries:
-                raise DiskError(
+                raise ForeignFileError(
                     errno.EEXIST,
                     "the folder holds another program's database; choose another folder",
                     str(self.path),

@@ -4,11 +4,13 @@ space.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import lmdb
@@ -20,6 +22,7 @@ from kvtier.tiers.lmdb_file import (
     LOCK_TABLE,
     FileDamagedError,
     FolderLock,
+    ForeignFileError,
     LmdbFile,
     disk_error,
     sync_folder,
@@ -92,29 +95,27 @@ def open_folder(
     file: LmdbFile | None = None
     try:
         shutil.rmtree(folder / _COMPACT, ignore_errors=True)
-        emptied: str | None = None
+        plan = partial(
+            Room.plan, capacity_bytes=capacity_bytes, batch_bytes=batch_bytes, shape=shape
+        )
         try:
-            file, found = _open_and_scan(folder, capacity_bytes, durable)
-        except FileDamagedError as error:
-            if not lock.existed:
+            file, room, records, report = _recover(folder, capacity_bytes, durable, layout, plan)
+        except (FileDamagedError, ForeignFileError) as error:
+            if not lock.owned:
                 raise DiskError(
-                    f"{error}; it was not made here, so it is left alone: choose another folder"
+                    error.errno or errno.EIO,
+                    f"{error}; it was not made here, so it is left alone: choose another folder",
                 ) from error
-            emptied = str(error)
             warnings.warn(
-                f"{emptied}; its pages are lost and the disk tier starts empty",
+                f"{error}; its pages are lost and the disk tier starts empty",
                 RuntimeWarning,
                 stacklevel=3,
             )
             (folder / DATA).unlink(missing_ok=True)
             (folder / LOCK_TABLE).unlink(missing_ok=True)
-            file, found = _open_and_scan(folder, capacity_bytes, durable)
-        room = Room.plan(
-            capacity_bytes=capacity_bytes, batch_bytes=batch_bytes, psize=file.psize, shape=shape
-        )
-        records, report, drop = _choose(found, room, layout, emptied)
-        _remove(file, drop, room.batch_deletes)
-        _remove_strays(file, records, room)
+            file, room, records, report = _recover(folder, capacity_bytes, durable, layout, plan)
+            report = replace(report, emptied=str(error))
+        lock.claim()
         file = _fit(file, room.map_bytes, durable)
         file.reserve()
         sync_folder(folder)
@@ -128,29 +129,37 @@ def open_folder(
         raise
 
 
-def _open_and_scan(
-    folder: Path, capacity_bytes: int, durable: bool
-) -> tuple[LmdbFile, dict[bytes, bytes]]:
+def _recover(
+    folder: Path, capacity_bytes: int, durable: bool, layout: bytes, plan: Callable[..., Room]
+) -> tuple[LmdbFile, Room, dict[bytes, DiskRecord], OpenReport]:
+    """Open the database, read its index and remove what cannot stay.
+
+    Raises:
+        FileDamagedError: the database proved damaged on the way.
+    """
     path = folder / DATA
     # A map as large as the file was, so that a lowered capacity leaves room to delete in.
     size = path.stat().st_size if path.exists() else 0
-    file = LmdbFile(
-        folder, map_bytes=max(map_bytes_of(capacity_bytes), size, 1 << 20), durable=durable
-    )
+    map_bytes = max(map_bytes_of(capacity_bytes), size, 1 << 20)
+    file = LmdbFile(folder, map_bytes=map_bytes, durable=durable)
     try:
         with file.reading() as txn:
             found = {bytes(key): bytes(raw) for key, raw in txn.cursor(db=file.index)}
-    except DAMAGE as error:
+        room = plan(psize=file.psize)
+        records, report, drop = _choose(found, room, layout)
+        _remove(file, drop, room.batch_deletes)
+        _remove_strays(file, records, room)
+    except (*DAMAGE, lmdb.BadTxnError) as error:
         file.close(0.0)
         raise FileDamagedError(f"{path} is damaged: {error}") from error
     except BaseException:
         file.close(0.0)
         raise
-    return file, found
+    return file, room, records, report
 
 
 def _choose(
-    found: dict[bytes, bytes], room: Room, layout: bytes, emptied: str | None
+    found: dict[bytes, bytes], room: Room, layout: bytes
 ) -> tuple[dict[bytes, DiskRecord], OpenReport, list[bytes]]:
     """What to keep and what to remove of the index that was found."""
     damaged = other = ephemeral = 0
@@ -179,7 +188,7 @@ def _choose(
     evicted = victims(kept, room.live_capacity_bytes)
     for key in evicted:
         del kept[key]
-    report = OpenReport(len(kept), damaged, other, ephemeral, orphans, len(evicted), emptied)
+    report = OpenReport(len(kept), damaged, other, ephemeral, orphans, len(evicted))
     return kept, report, [key for key in found if key not in kept]
 
 

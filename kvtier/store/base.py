@@ -1,0 +1,393 @@
+"""What every part of the store stands on: the tiers, the lock, leases, and the store as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Self, cast
+
+import numpy as np
+
+from kvtier.devices import open_device
+from kvtier.devices.base import Device
+from kvtier.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineExceededError,
+    KvtierError,
+    PageLostError,
+)
+from kvtier.layout import PageLayout
+from kvtier.mover import deadline_after
+from kvtier.policy import ResidencyPolicy, load_policy
+from kvtier.store.directory import Directory
+from kvtier.store.lease import Lease
+from kvtier.store.page import TIERS, Copy, Page
+from kvtier.store.placement import Placement
+from kvtier.store.stats import StoreStats
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.memory import SlotTier
+from kvtier.units import format_size, parse_size
+
+WriteMode = Literal["write_back", "write_through"]
+
+#: Host memory through which pages pass on their way between VRAM and disk.
+BOUNCE_BYTES = 64 << 20
+
+
+class StoreBase:
+    """The common part of ``TieredStore``; see there for the arguments."""
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        *,
+        device: Device | str = "auto",
+        vram: int | str,
+        host: int | str = 0,
+        disk: int | str = 0,
+        path: str | os.PathLike[str] | None = None,
+        policy: str = "lru",
+        host_write: WriteMode = "write_back",
+        disk_write: WriteMode = "write_through",
+        durability: Literal["durable", "relaxed"] = "durable",
+        timeout_s: float = 30.0,
+        check: bool = False,
+    ) -> None:
+        for name, mode in (("host_write", host_write), ("disk_write", disk_write)):
+            if mode not in ("write_back", "write_through"):
+                raise ConfigError(f"{name} is {mode!r}; use write_back or write_through")
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout_s is {timeout_s!r}; it must be > 0 seconds and finite")
+        sizes = {"vram": parse_size(vram, "vram"), "host": parse_size(host, "host"), "disk": parse_size(disk, "disk")}
+        for tier in ("vram", "host"):
+            if (sizes[tier] or tier == "vram") and sizes[tier] < layout.page_bytes:
+                raise ConfigError(
+                    f"{tier} is {sizes[tier]} bytes, but one page of {layout.page_tokens} tokens takes "
+                    f"{layout.page_bytes} bytes ({format_size(layout.page_bytes)}); give at least that"
+                )
+        if sizes["disk"] and path is None:
+            raise ConfigError(f"disk is {sizes['disk']} bytes, but no path is given; name the folder for the disk tier")
+        self.layout = layout
+        self.timeout_s = timeout_s
+        self.sizes = sizes
+        self._check = check
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._host_write, self._disk_write = host_write, disk_write
+        self._owns_device = isinstance(device, str)
+        policies = self._load_policies(policy, sizes)
+        self.device: Device = open_device(device) if isinstance(device, str) else device
+        self._directory = Directory(policies, layout.page_bytes)
+        slots = {
+            tier: SlotTier(tier, alloc=alloc, free=self.device.free, page_bytes=layout.page_bytes, capacity_bytes=sizes[tier])
+            for tier, alloc in (("vram", self.device.alloc), ("host", self.device.alloc_host))
+            if tier in policies
+        }
+        bounce = SlotTier(
+            "bounce",
+            alloc=self.device.alloc_host,
+            free=self.device.free,
+            page_bytes=layout.page_bytes,
+            capacity_bytes=max(4, min(64, BOUNCE_BYTES // layout.page_bytes)) * layout.page_bytes,
+        )
+        disk_tier: DiskTier | None = None
+        try:
+            if "disk" in policies:
+                assert path is not None
+                disk_tier = DiskTier(
+                    path,
+                    layout_digest=layout.digest,
+                    page_bytes=layout.page_bytes,
+                    plane_ranges=[(p.offset, p.nbytes) for p in layout.planes if p is not None],
+                    capacity_bytes=sizes["disk"],
+                    durability=durability,
+                    timeout_s=timeout_s,
+                )
+        except BaseException:
+            if self._owns_device:
+                self.device.close()
+            raise
+        #: layer -> number of its plane, in page order.
+        self.plane_numbers = {
+            p.layer: n for n, p in enumerate(p for p in layout.planes if p is not None)
+        }
+        self._placement = Placement(
+            self.device, self._directory, slots, disk_tier, bounce, self._park
+        )
+        self._idle: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._open_leases = 0
+        self._stats = StoreStats()
+        self._names = itertools.count(1)
+        self._closed = False
+        if disk_tier is not None:
+            self._register_disk(disk_tier)
+
+    @staticmethod
+    def _load_policies(spec: str, sizes: dict[str, int]) -> dict[str, ResidencyPolicy]:
+        tiers = [tier for tier in TIERS if sizes[tier]]
+        return {tier: load_policy(spec, leaf_first=tier == tiers[-1]) for tier in tiers}
+
+    def _register_disk(self, disk: DiskTier) -> None:
+        for record in disk.records():
+            page = Page(record.key, record.parent, record.depth, record.identity)
+            self._directory.add(page)
+            self._placement.attach_disk(page, arriving=False)
+        self._directory.stats["disk"].pages_in = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # ------------------------------------------------------------------ leases
+
+    def lease(self, pages: Sequence[Page], *, timeout_s: float | None = None) -> Lease:
+        """Pin pages that the caller owns, each in its fastest tier.
+
+        Raises:
+            PageLostError: one of them has no readable copy any more.
+        """
+        with self._locked(timeout_s):
+            for index, page in enumerate(pages):
+                if page.readable() is None:
+                    raise PageLostError(f"page {index} of the sequence was lost (failed copy or damaged record); compute it again")
+            return self._hold(pages)
+
+    def read_leased(
+        self, lease: Lease, index: int, out: np.ndarray, *, timeout_s: float | None = None
+    ) -> bool:
+        """The bytes of a leased page into ``out``; see ``Lease.read``."""
+        with self._locked(timeout_s) as deadline:
+            if lease.closed:
+                raise ClosedError("the lease is closed; take a new one with store.match")
+            return self._placement.read(lease.pages[index], lease.copies[index], out, deadline)
+
+    def read_disk_planes(self, pages: list[Page], layer: int, outs: list[np.ndarray]) -> None:
+        """One layer's plane of leased pages on disk, checked, into ``outs`` (uint8 ``[plane bytes]`` each).
+
+        Raises:
+            PageLostError: a record turned out to be damaged.
+        """
+        with self._locked(None):
+            good = self._placement.read_planes(pages, self.plane_numbers[layer], outs)
+            if not all(good):
+                raise PageLostError(f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again")
+
+    def count_streamed(self, nbytes: int, copies: int) -> None:
+        """Account planes that an attention step has gathered from host memory over the link."""
+        self._placement.mover.links["host->vram"].add(nbytes, copies)
+
+    def keep_idle(self, lease: Lease) -> None:
+        """The lease is kept between steps: the store may close it when it needs the room."""
+        with self._locked(None):
+            lease.idle = True
+            self._idle.add(lease)
+
+    def use_again(self, lease: Lease) -> bool:
+        """Take an idle lease back into use; False if the store has closed it."""
+        with self._locked(None):
+            if lease.closed:
+                return False
+            lease.idle = False
+            self._idle.discard(lease)
+            return True
+
+    def end_lease(self, lease: Lease) -> None:
+        """See ``Lease.close``."""
+        with self._locked(None, even_closed=True):
+            if lease.closed:
+                return
+            lease.closed = True
+            self._idle.discard(lease)
+            self._open_leases -= 1
+            if not self._closed:
+                for page, copy in zip(reversed(lease.pages), reversed(lease.copies), strict=True):
+                    if lease.last_read is not None and copy.slot is not None:
+                        copy.reads[lease.last_read[0]] = lease.last_read[1]
+                    self._placement.unhold(page, copy)
+
+    # ------------------------------------------------------------------ whole store
+
+    def poll(self) -> None:
+        """Handle copies and writes that have ended; never waits for them."""
+        with self._locked(None):
+            self._placement.poll()
+
+    def flush(self, timeout_s: float | None = None) -> int:
+        """Write every shareable page that is not on disk yet, and wait until the disk has acknowledged all.
+
+        Returns:
+            Pages that could not be written for lack of room on disk (0 if all are safe).
+
+        Raises:
+            DeadlineExceededError: not all was written in time; what was not stays in its tier.
+        """
+        with self._locked(timeout_s) as deadline:
+            if self._placement.disk is None:
+                self._placement.drain(deadline)
+                return 0
+            self._placement.drain(deadline)
+            for page in self._shareable():
+                if "disk" not in page.copies:
+                    self._placement.write_to_disk(page, deadline)
+            self._placement.drain(deadline)
+            # Counted at the end: a write may fail, and the room for one page may be another's.
+            safe: set[bytes | None] = {None}
+            missed = 0
+            for page in self._shareable():
+                if "disk" in page.copies and page.parent in safe:
+                    safe.add(page.key)
+                else:
+                    missed += 1
+            return missed
+
+    def _shareable(self) -> list[Page]:
+        """All pages that somebody could find, prefixes first."""
+        pages = (p for p in self._directory.pages.values() if p.copies and not p.ephemeral)
+        return sorted(pages, key=lambda p: p.depth)
+
+    def stats(self) -> StoreStats:
+        """A snapshot of all counters."""
+        with self._locked(None):
+            self._placement.poll()
+            disk = self._placement.disk
+            tiers = {}
+            for tier in TIERS:
+                base = self._directory.stats[tier]
+                slots = self._placement.slots.get(tier)
+                used, peak = (slots.used_bytes, slots.peak_pages * slots.page_bytes) if slots else (0, 0)
+                if tier == "disk" and disk is not None:
+                    used, peak = self._placement.disk_bytes, self._placement.disk_peak_bytes
+                tiers[tier] = replace(
+                    base, capacity_bytes=self.sizes[tier], used_bytes=used, peak_bytes=peak, pages=self._directory.counts[tier]
+                )
+            owners = {owner for page in self._directory.pages.values() for owner in page.owners}
+            return replace(
+                self._stats,
+                tiers=tiers,
+                links={name: replace(link) for name, link in self._placement.mover.links.items()},
+                leases=self._open_leases,
+                owners=len(owners),
+                damaged=self._placement.damaged,
+                lost=self._placement.lost,
+                warnings=list(self._placement.warnings),
+            )
+
+    def check(self) -> None:
+        """Recount every book against the truth; AssertionError if one is wrong."""
+        with self._locked(None, even_closed=True):
+            if not self._closed:
+                self._recount()
+
+    def _recount(self) -> None:
+        self._directory.check()
+        for tier, slots in self._placement.slots.items():
+            slots.check()
+            tails = len(self._placement.tails) if tier == "vram" else 0
+            assert slots.used_pages == self._directory.counts[tier] + tails, f"{tier} slots and pages differ"
+        self._placement.bounce.check()
+        if self._placement.disk is not None:
+            stored = self._directory.counts["disk"] * self._placement.stored_bytes
+            assert self._placement.disk_bytes == stored, "bytes on disk are miscounted"
+            assert stored <= self._placement.disk.live_capacity_bytes, "the disk's limit is passed"
+        if not self._placement.busy:
+            assert not self._placement.bounce.used_pages, "a bounce slot was not given back"
+
+    def close(self, timeout_s: float | None = None) -> list[str]:
+        """Write what is not on disk yet, as far as time allows, and release everything. Idempotent.
+
+        Returns:
+            What was not saved, in words; empty if nothing was lost.
+        """
+        with self._locked(timeout_s, even_closed=True) as deadline:
+            if self._closed:
+                return []
+            dropped: list[str] = []
+            try:
+                missed = self.flush(max(0.001, deadline - _now()))
+                if missed:
+                    dropped.append(f"{missed} pages could not be written to disk")
+            except KvtierError as error:
+                dropped.append(str(error))
+            self._closed = True
+            try:
+                self.device.synchronize(max(1.0, deadline - _now()))
+                ended = True
+            except DeadlineExceededError as error:
+                dropped.append(f"copies are still under way, their memory is not freed: {error}")
+                ended = False
+            except KvtierError:
+                ended = True  # work that failed has ended, and was reported
+            if self._placement.disk is not None:
+                report = self._placement.disk.close(max(1.0, deadline - _now()))
+                if report.dropped:
+                    dropped.append(f"{len(report.dropped)} pages were not written to disk in time")
+                if not report.clean:
+                    dropped.append("the disk hangs; its folder stays locked until the process ends")
+            if ended:
+                for slots in (*self._placement.slots.values(), self._placement.bounce):
+                    slots.close()
+            if self._owns_device:
+                self.device.close()
+        self._placement.speak()
+        return dropped
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for text in self.close():
+            warnings.warn(f"closing the store: {text}", RuntimeWarning, stacklevel=2)
+
+    # ------------------------------------------------------------------ inside
+
+    @contextlib.contextmanager
+    def _locked(self, timeout_s: float | None, *, even_closed: bool = False) -> Iterator[float]:
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+        if not 0 <= timeout < math.inf:
+            raise ConfigError(f"timeout_s is {timeout!r}; it must be >= 0 seconds and finite")
+        deadline = deadline_after(timeout)
+        if not self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            raise DeadlineExceededError(f"the store was busy for {timeout} s")
+        try:
+            self._depth += 1
+            if self._closed and not even_closed:
+                raise ClosedError("the store is closed; open a new one")
+            if self._depth == 1 and not even_closed:
+                self._placement.speak()
+            yield deadline
+            if self._check and self._depth == 1 and not self._closed:
+                self._recount()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def _hold(self, pages: Sequence[Page]) -> Lease:
+        lease = Lease(self, pages)
+        for page in pages:
+            copy = cast(Copy, page.readable())
+            self._directory.hold(page, copy)
+            lease.copies.append(copy)
+        self._open_leases += 1
+        return lease
+
+    def _park(self) -> bool:
+        """Close the leases that idle sessions keep between steps; whether there were any."""
+        idle = list(self._idle)
+        for lease in idle:
+            self.end_lease(lease)
+        return bool(idle)
+
+
+def _now() -> float:
+    return deadline_after(0.0)

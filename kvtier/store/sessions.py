@@ -1,0 +1,114 @@
+"""The store's side of sessions: pages that somebody owns, and slots that are not pages yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import cast
+
+from kvtier.devices.base import Event
+from kvtier.errors import PageLostError
+from kvtier.store.base import StoreBase
+from kvtier.store.page import Copy, Page
+from kvtier.tiers.memory import Slot
+
+
+class SessionPages(StoreBase):
+    """What a ``Session`` asks of a store. Use the session, not these."""
+
+    def new_owner(self, name: str) -> str:
+        """A unique name for somebody who owns pages."""
+        return f"{name}#{next(self._names)}"
+
+    def own(self, pages: Sequence[Page], owner: str) -> None:
+        """Keep pages from being dropped, though not from moving, until ``disown``."""
+        with self._locked(None):
+            for page in pages:
+                self._directory.own(page, owner)
+
+    def disown(self, pages: Sequence[Page], owner: str) -> None:
+        with self._locked(None, even_closed=True):
+            if not self._closed:
+                for page in reversed(pages):
+                    self._placement.disown(page, owner)
+
+    def take_tails(self, count: int, *, timeout_s: float | None = None) -> list[Slot]:
+        """VRAM slots for pages that are about to be written, at once or not at all."""
+        with self._locked(timeout_s) as deadline:
+            self._placement.ensure("vram", count, deadline)
+            slots = [self._placement.take("vram", deadline) for _ in range(count)]
+            self._tails.update(slot.index for slot in slots)
+            return slots
+
+    def give_tails(self, slots: Sequence[Slot], after: Sequence[Event]) -> None:
+        """Give unsealed slots back; ``after`` are events of the last work on them."""
+        with self._locked(None, even_closed=True):
+            if not self._closed:
+                for slot in slots:
+                    self._tails.remove(slot.index)
+                    self._placement.slots["vram"].give(slot, after)
+
+    def fill_tail(self, slot: Slot, page: Page, *, timeout_s: float | None = None) -> None:
+        """Copy a page that the caller owns into an unsealed slot, ordered before later compute work.
+
+        Raises:
+            PageLostError: the page has no readable copy.
+        """
+        with self._locked(timeout_s) as deadline:
+            with self._hold([page]) if page.readable() is not None else contextlib.nullcontext() as lease:
+                if lease is None:
+                    raise PageLostError("a page of the sequence was lost; compute it again")
+                self._placement.fill(slot, page, lease.copies[0], deadline)
+
+    def seal(
+        self,
+        slot: Slot,
+        *,
+        key: bytes | None,
+        parent: Page | None,
+        identity: bytes,
+        written: Event,
+        owner: str,
+        timeout_s: float | None = None,
+    ) -> tuple[Page, Page]:
+        """Turn a full slot into a page and start its write-through.
+
+        A page without a key (its tokens are unknown) is ephemeral. So is one whose key is stored already: its
+        numbers may differ in rounding from the stored ones, and a sequence never changes numbers under way.
+
+        Args:
+            written: event of the last write into the slot.
+
+        Returns:
+            The page that holds these bytes, and the page that stands for the key (the same one, unless the key
+            was stored already). ``owner`` owns both.
+        """
+        with self._locked(timeout_s) as deadline:
+            known = self._directory.get(key) if key is not None else None
+            private = key is None or known is not None
+            self._tails.remove(slot.index)
+            page = Page(
+                os.urandom(32) if private else cast(bytes, key),
+                parent.key if parent else None,
+                parent.depth + 1 if parent else 0,
+                identity,
+                ephemeral=private,
+            )
+            self._directory.add(page)
+            self._directory.own(page, owner)
+            self._directory.attach(page, Copy("vram", slot, written=written))
+            if known is not None:
+                self._directory.own(known, owner)
+            elif not private:
+                self._write_through(page, deadline)
+            return page, known or page
+
+    def copy_tails(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
+        """Copy unsealed slots, ``(target, source)``, in the order of compute work."""
+        if pairs:
+            with self._locked(None):
+                compute = self.device.compute_stream()
+                for target, _ in pairs:
+                    order_behind(compute, target)
+                self.device.copy(compute, [(target.range(), source.range()) for target, source in pairs])
+
