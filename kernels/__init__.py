@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtier.kernels.attention import (
         Partial,
+        merge,
         merge_partials,
         partial_attention,
     )
@@ -35,6 +36,7 @@ _HOMES = {
     "arkbox_scores": "scores",
     "dequantise": "quantise",
     "gather_pages": "pages",
+    "merge": "attention",
     "merge_partials": "attention",
     "partial_attention": "attention",
     "quantise_keys": "quantise",
@@ -53,6 +55,7 @@ __all__ = [
     "arkbox_scores",
     "dequantise",
     "gather_pages",
+    "merge",
     "merge_partials",
     "partial_attention",
     "quantise_keys",

@@ -26,7 +26,9 @@ def gather_run(
         slab: uint8 ``[n]``; the first page starts at byte ``start``.
         part_offset, part_bytes: the part inside each page.
     """
-    source = slab[start : start + pages * page_bytes].view(pages, page_bytes)[:, part_offset : part_offset + part_bytes]
+    source = slab[start : start + pages * page_bytes].view(pages, page_bytes)[
+        :, part_offset : part_offset + part_bytes
+    ]
     places = (target.storage_offset(), slab.storage_offset() + start)
     width = _word(page_bytes, part_offset, part_bytes, *places)
     if width is not None:

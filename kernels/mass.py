@@ -57,7 +57,9 @@ def add_page_mass(
     if device.type == "cpu" and pages:
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= len(mass):
-            raise LayoutError(f"rows has entries from {low} to {high}; mass has rows 0 to {len(mass) - 1}")
+            raise LayoutError(
+                f"rows has entries from {low} to {high}; mass has rows 0 to {len(mass) - 1}"
+            )
     launcher = launcher or launcher_for(device)
     if not pages or not heads:
         return mass

@@ -63,7 +63,9 @@ def _scores(
     check_tensor("q", q, (None, dim), dtypes=summary.dtype, device=summary.device)
     heads = q.shape[0]
     if not heads or heads % kv_heads:
-        raise LayoutError(f"q has {heads} heads; they must be a multiple of the {kv_heads} KV heads of summary")
+        raise LayoutError(
+            f"q has {heads} heads; they must be a multiple of the {kv_heads} KV heads of summary"
+        )
     launcher = launcher or launcher_for(summary.device)
     if launcher is None:
         return scores_reference(kind, q, summary)
@@ -84,7 +86,9 @@ def scores_reference(kind: str, q: torch.Tensor, summary: torch.Tensor) -> torch
     """See ``quest_scores``, or ``arkbox_scores`` if ``kind`` is ``"arkbox"``. Two products of matrices each."""
     pages, _, kv_heads, dim = summary.shape
     query = q.float().view(kv_heads, -1, dim)
-    low, high, spread = (summary[:, row].float().permute(1, 2, 0) for row in (LEAST, LARGEST, DEVIATION))
+    low, high, spread = (
+        summary[:, row].float().permute(1, 2, 0) for row in (LEAST, LARGEST, DEVIATION)
+    )
     if kind == "quest":
         scores = query.clamp_min(0) @ high + query.clamp_max(0) @ low
     else:

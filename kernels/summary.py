@@ -55,7 +55,9 @@ def summarise_pages(
     row_bytes = channels * dtype.itemsize
     table.check_range("start, heads, dim", start, row_bytes * table.page_tokens)
     if start % dtype.itemsize:
-        raise LayoutError(f"start is {start}; it must be a multiple of {dtype.itemsize}, an item of {dtype}")
+        raise LayoutError(
+            f"start is {start}; it must be a multiple of {dtype.itemsize}, an item of {dtype}"
+        )
     shape = (len(table), 4, heads, dim)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=table.device)

@@ -83,16 +83,20 @@ class PageTable:
     def read(self, start: int, nbytes: int) -> torch.Tensor:
         """Reference: a copy of these bytes of each page, uint8 ``[pages, nbytes]``."""
         out = torch.empty(len(self), nbytes, dtype=torch.uint8, device=self.device)
+        word = _word(start, nbytes)
         for number, entries in self._by_slab().items():
             rows, starts = _split(entries, self.device)
-            out[rows] = self._windows(number, start, nbytes)[starts]
+            out.view(word)[rows] = self._windows(number, start, nbytes, word)[starts]
         return out
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Reference: the inverse of ``read``."""
+        values = values.contiguous()
+        word = _word(start, values.shape[1], values.data_ptr())
         for number, entries in self._by_slab().items():
             rows, starts = _split(entries, self.device)
-            self._windows(number, start, values.shape[1])[starts] = values[rows]
+            target = self._windows(number, start, values.shape[1], word)
+            target[starts] = values.view(word)[rows]
 
     def _by_slab(self) -> dict[int, list[tuple[int, int]]]:
         entries: dict[int, list[tuple[int, int]]] = {}
@@ -100,13 +104,19 @@ class PageTable:
             entries.setdefault(number, []).append((row, start // PLANE_ALIGN))
         return entries
 
-    def _windows(self, number: int, start: int, nbytes: int) -> torch.Tensor:
-        """Overlapping views of a slab, one every 16 bytes, each where ``start`` of such a page would be."""
-        slab = self.slabs[number]
+    def _windows(self, number: int, start: int, nbytes: int, word: torch.dtype) -> torch.Tensor:
+        """Overlapping views of a slab, one every 16 bytes: where ``start`` of a page that begins there is."""
+        slab, size = self.slabs[number], word.itemsize
         count = (slab.numel() - start - nbytes) // PLANE_ALIGN + 1
-        return slab.as_strided(
-            (count, nbytes), (PLANE_ALIGN, 1), slab.storage_offset() + start
+        words = slab[start : start + (slab.numel() - start) // size * size].view(word)
+        return words.as_strided(
+            (count, nbytes // size), (PLANE_ALIGN // size, 1), words.storage_offset()
         )
+
+
+def _word(*sizes: int) -> torch.dtype:
+    """Whole words copy several times faster than bytes."""
+    return torch.uint8 if any(size % 8 for size in sizes) else torch.int64
 
 
 def _split(
@@ -118,9 +128,7 @@ def _split(
 
 def _check_slab(name: str, slab: torch.Tensor, device: torch.device) -> None:
     if not isinstance(slab, torch.Tensor) or slab.dtype != torch.uint8 or slab.dim() != 1:
-        given = (
-            f"{slab.dtype} {list(slab.shape)}" if isinstance(slab, torch.Tensor) else type(slab)
-        )
+        given = f"{slab.dtype} {list(slab.shape)}" if isinstance(slab, torch.Tensor) else type(slab)
         raise LayoutError(f"{name} is {given}; it must be a torch.uint8 tensor of one dimension")
     check_device(name, slab, device)
     if not slab.is_contiguous():

@@ -60,17 +60,30 @@ class Mover:
         self.device = device
         self.h2d: Stream = device.stream("h2d")
         self.d2h: Stream = device.stream("d2h")
-        self.links = {"vram->host": LinkStats(), "host->vram": LinkStats(), "host->disk": LinkStats(), "disk->host": LinkStats()}
+        self.links = {
+            "vram->host": LinkStats(),
+            "host->vram": LinkStats(),
+            "host->disk": LinkStats(),
+            "disk->host": LinkStats(),
+        }
         self._pending: deque[Transfer] = deque()
 
     def down(
-        self, source: Slot, target: Slot, after: Event | None, finished: Callable[[CopyFailedError | None], None]
+        self,
+        source: Slot,
+        target: Slot,
+        after: Event | None,
+        finished: Callable[[CopyFailedError | None], None],
     ) -> Transfer:
         """Copy a page VRAM -> host once ``after`` (the event of its last write) is reached."""
         return self._start(self.d2h, self.links["vram->host"], source, target, after, finished)
 
     def up(
-        self, source: Slot, target: Slot, after: Event | None, finished: Callable[[CopyFailedError | None], None]
+        self,
+        source: Slot,
+        target: Slot,
+        after: Event | None,
+        finished: Callable[[CopyFailedError | None], None],
     ) -> Transfer:
         """Copy a page host -> VRAM."""
         return self._start(self.h2d, self.links["host->vram"], source, target, after, finished)

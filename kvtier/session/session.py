@@ -15,6 +15,7 @@ from kvtier.devices.base import Event
 from kvtier.errors import ClosedError, ConfigError, IdentityError
 from kvtier.identity import ModelIdentity
 from kvtier.keys import KeyChain, Tokens, page_keys
+from kvtier.mover import events
 from kvtier.store.lease import Lease
 from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
@@ -33,9 +34,13 @@ class Session:
         IdentityError: the identity belongs to another layout or page size.
     """
 
-    def __init__(self, store: TieredStore, identity: ModelIdentity, *, name: str = "session") -> None:
+    def __init__(
+        self, store: TieredStore, identity: ModelIdentity, *, name: str = "session"
+    ) -> None:
         if identity.layout_digest != store.layout.digest:
-            raise IdentityError("the identity belongs to another page layout than the store; build both from one model")
+            raise IdentityError(
+                "the identity belongs to another page layout than the store; build both from one model"
+            )
         self.store = store
         self.identity = identity
         self.name = name
@@ -59,7 +64,13 @@ class Session:
 
     # ------------------------------------------------------------------ prefix
 
-    def restore(self, tokens: Tokens, *, extras: Mapping[int, bytes] | None = None, timeout_s: float | None = None) -> int:
+    def restore(
+        self,
+        tokens: Tokens,
+        *,
+        extras: Mapping[int, bytes] | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
         """Take over the longest stored prefix of ``tokens`` in whole pages, at least one token short of all of
         them (the model must still be run on the last one). Only for an empty session.
 
@@ -68,18 +79,25 @@ class Session:
         """
         self._open()
         if self.length or self.tails:
-            raise ConfigError(f"the session already has {self.length} tokens; restore needs an empty one")
+            raise ConfigError(
+                f"the session already has {self.length} tokens; restore needs an empty one"
+            )
         keys = page_keys(self.identity, tokens, self.page_tokens, extras)
         limit = (_count(tokens) - 1) // self.page_tokens
         lease = self.store.match(keys[: max(0, limit)], timeout_s=timeout_s)
-        self.store.own(lease.pages, self.owner)
+        try:
+            length = len(lease) * self.page_tokens
+            chain = KeyChain(self.identity, self.page_tokens)
+            known = {p: x for p, x in (extras or {}).items() if p < length}
+            chain.append(_first(tokens, length), known)
+            self.store.own(lease.pages, self.owner)
+        except BaseException:
+            lease.close()
+            raise
         self.pages, self.public = list(lease.pages), list(lease.pages)
-        self._lease = lease
-        self.length = len(lease) * self.page_tokens
+        self._lease, self.chain, self.length = lease, chain, length
         self.store.keep_idle(lease)
-        self.chain = KeyChain(self.identity, self.page_tokens)
-        self.chain.append(_first(tokens, self.length), {p: x for p, x in (extras or {}).items() if p < self.length})
-        return self.length
+        return length
 
     # ------------------------------------------------------------------ a step
 
@@ -93,29 +111,46 @@ class Session:
         need = self.store.layout.pages(self.length + tokens) - len(self.pages) - len(self.tails)
         if need <= 0:
             return []
-        fresh = self.store.take_tails(need, timeout_s=timeout_s)
+        fresh = self.store.take_tails(need, owner=self.owner, timeout_s=timeout_s)
         self.tails += fresh
         return fresh
 
     def lease(self) -> tuple[Lease, bool]:
         """The lease over the sealed pages for a step, and whether it is a new one."""
         self._open()
-        if self._lease is not None and len(self._lease) == len(self.pages) and self.store.use_again(self._lease):
+        if (
+            self._lease is not None
+            and len(self._lease) == len(self.pages)
+            and self.store.use_again(self._lease)
+        ):
             return self._lease, False
         self._end_lease()
         self._lease = self.store.lease(self.pages)
         return self._lease, True
 
-    def extend(self, count: int, tokens: Tokens | None, extras: Mapping[int, bytes] | None = None) -> None:
-        """``count`` tokens have been appended; ``tokens`` are their ids if they are known."""
+    def extend(
+        self, count: int, tokens: Tokens | None, extras: Mapping[int, bytes] | None = None
+    ) -> None:
+        """``count`` tokens have been appended; ``tokens`` are their ids if they are known.
+
+        Raises:
+            ConfigError: more tokens than were reserved, or ids that do not fit; nothing was changed.
+        """
         self._open()
-        self.length += count
-        if tokens is None or (self.chain is not None and len(self.chain) != self.length - count):
+        room = (len(self.pages) + len(self.tails)) * self.page_tokens
+        if count < 0 or self.length + count > room:
+            raise ConfigError(
+                f"{count} tokens cannot be appended to {self.length}: {room} have room; reserve first"
+            )
+        if tokens is not None and _count(tokens) != count:
+            raise ConfigError(
+                f"{count} tokens were appended, but {_count(tokens)} token ids are given"
+            )
+        if tokens is None and count:
             self.chain = None
         if self.chain is not None and tokens is not None:
-            if _count(tokens) != count:
-                raise ConfigError(f"{count} tokens were appended, but {_count(tokens)} token ids are given")
             self.chain.append(tokens, extras)
+        self.length += count
 
     def rest(self, stream: str, event: Event) -> None:
         """The step is over: ``event`` stands for all of its work on ``stream``."""
@@ -160,7 +195,7 @@ class Session:
         if full < len(self.pages):
             if length % self.page_tokens:
                 self._end_lease()
-                fresh = self.store.take_tails(1)
+                fresh = self.store.take_tails(1, owner=self.owner)
                 try:
                     self.store.fill_tail(fresh[0], self.pages[full])
                 except BaseException:
@@ -186,8 +221,14 @@ class Session:
         self.seal()
         other = Session(self.store, self.identity, name=name or self.name)
         self._end_lease()  # making room for the copies may have to move pages
-        slots = self.store.take_tails(len(self.tails)) if self.tails else []
-        self.store.copy_tails(list(zip(slots, self.tails, strict=True)))
+        slots = self.store.take_tails(len(self.tails), owner=other.owner) if self.tails else []
+        try:
+            if self._written is not None:
+                self.store.device.compute_stream().wait(self._written)
+            self.store.copy_tails(list(zip(slots, self.tails, strict=True)))
+        except BaseException:
+            self.store.give_tails(slots, [])
+            raise
         other.tails = slots
         other.pages, other.public = list(self.pages), list(self.public)
         self.store.own(other._owned(0), other.owner)
@@ -199,18 +240,21 @@ class Session:
         """Give up all pages and slots. What is sealed stays in the store for others. Idempotent, in any state."""
         if self.closed:
             return
-        self.closed = True
         self._end_lease()
         self.store.give_tails(self.tails, self._last_work() if self.tails else [])
         self.tails = []
         self._disown(0)
         self.length = 0
+        self.closed = True
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -221,15 +265,26 @@ class Session:
             raise ClosedError(f"session {self.owner} is closed; open a new one")
 
     def _end_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
+        lease = self._lease
+        if lease is not None:
+            if not (lease.idle or lease.closed or self.store.closed):
+                # A step was given up: it may still read the pages.
+                compute = self.store.device.compute_stream()
+                lease.last_read = (compute.name, compute.record())
+            lease.close()
             self._lease = None
 
     def _last_work(self) -> list[Event]:
-        return [self.store.device.compute_stream().record()]
+        if self.store.closed:
+            return []
+        return events([self._written, self.store.device.compute_stream().record()])
 
     def _owned(self, start: int) -> list[Page]:
-        return [p for pair in zip(self.pages[start:], self.public[start:], strict=True) for p in dict.fromkeys(pair)]
+        return [
+            p
+            for pair in zip(self.pages[start:], self.public[start:], strict=True)
+            for p in dict.fromkeys(pair)
+        ]
 
     def _disown(self, start: int) -> None:
         self.store.disown(self._owned(start), self.owner)

@@ -78,5 +78,7 @@ class AsyncStore:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if undo is not None:
-                future.add_done_callback(lambda f: undo(f.result()) if not f.cancelled() and not f.exception() else None)
+                future.add_done_callback(
+                    lambda f: undo(f.result()) if not f.cancelled() and not f.exception() else None
+                )
             raise

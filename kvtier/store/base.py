@@ -24,6 +24,7 @@ from kvtier.errors import (
     DeadlineExceededError,
     KvtierError,
     PageLostError,
+    TierFullError,
 )
 from kvtier.layout import PageLayout
 from kvtier.mover import deadline_after
@@ -67,7 +68,11 @@ class StoreBase:
                 raise ConfigError(f"{name} is {mode!r}; use write_back or write_through")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout_s is {timeout_s!r}; it must be > 0 seconds and finite")
-        sizes = {"vram": parse_size(vram, "vram"), "host": parse_size(host, "host"), "disk": parse_size(disk, "disk")}
+        sizes = {
+            "vram": parse_size(vram, "vram"),
+            "host": parse_size(host, "host"),
+            "disk": parse_size(disk, "disk"),
+        }
         for tier in ("vram", "host"):
             if (sizes[tier] or tier == "vram") and sizes[tier] < layout.page_bytes:
                 raise ConfigError(
@@ -75,7 +80,9 @@ class StoreBase:
                     f"{layout.page_bytes} bytes ({format_size(layout.page_bytes)}); give at least that"
                 )
         if sizes["disk"] and path is None:
-            raise ConfigError(f"disk is {sizes['disk']} bytes, but no path is given; name the folder for the disk tier")
+            raise ConfigError(
+                f"disk is {sizes['disk']} bytes, but no path is given; name the folder for the disk tier"
+            )
         self.layout = layout
         self.timeout_s = timeout_s
         self.sizes = sizes
@@ -88,7 +95,13 @@ class StoreBase:
         self.device: Device = open_device(device) if isinstance(device, str) else device
         self._directory = Directory(policies, layout.page_bytes)
         slots = {
-            tier: SlotTier(tier, alloc=alloc, free=self.device.free, page_bytes=layout.page_bytes, capacity_bytes=sizes[tier])
+            tier: SlotTier(
+                tier,
+                alloc=alloc,
+                free=self.device.free,
+                page_bytes=layout.page_bytes,
+                capacity_bytes=sizes[tier],
+            )
             for tier, alloc in (("vram", self.device.alloc), ("host", self.device.alloc_host))
             if tier in policies
         }
@@ -158,7 +171,9 @@ class StoreBase:
         with self._locked(timeout_s):
             for index, page in enumerate(pages):
                 if page.readable() is None:
-                    raise PageLostError(f"page {index} of the sequence was lost (failed copy or damaged record); compute it again")
+                    raise PageLostError(
+                        f"page {index} of the sequence was lost (failed copy or damaged record); compute it again"
+                    )
             return self._hold(pages)
 
     def read_leased(
@@ -179,7 +194,9 @@ class StoreBase:
         with self._locked(None):
             good = self._placement.read_planes(pages, self.plane_numbers[layer], outs)
             if not all(good):
-                raise PageLostError(f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again")
+                raise PageLostError(
+                    f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again"
+                )
 
     def count_streamed(self, nbytes: int, copies: int) -> None:
         """Account planes that an attention step has gathered from host memory over the link."""
@@ -263,11 +280,17 @@ class StoreBase:
             for tier in TIERS:
                 base = self._directory.stats[tier]
                 slots = self._placement.slots.get(tier)
-                used, peak = (slots.used_bytes, slots.peak_pages * slots.page_bytes) if slots else (0, 0)
+                used, peak = (
+                    (slots.used_bytes, slots.peak_pages * slots.page_bytes) if slots else (0, 0)
+                )
                 if tier == "disk" and disk is not None:
                     used, peak = self._placement.disk_bytes, self._placement.disk_peak_bytes
                 tiers[tier] = replace(
-                    base, capacity_bytes=self.sizes[tier], used_bytes=used, peak_bytes=peak, pages=self._directory.counts[tier]
+                    base,
+                    capacity_bytes=self.sizes[tier],
+                    used_bytes=used,
+                    peak_bytes=peak,
+                    pages=self._directory.counts[tier],
                 )
             owners = {owner for page in self._directory.pages.values() for owner in page.owners}
             return replace(
@@ -292,7 +315,9 @@ class StoreBase:
         for tier, slots in self._placement.slots.items():
             slots.check()
             tails = len(self._placement.tails) if tier == "vram" else 0
-            assert slots.used_pages == self._directory.counts[tier] + tails, f"{tier} slots and pages differ"
+            assert slots.used_pages == self._directory.counts[tier] + tails, (
+                f"{tier} slots and pages differ"
+            )
         self._placement.bounce.check()
         if self._placement.disk is not None:
             stored = self._directory.counts["disk"] * self._placement.stored_bytes
@@ -327,11 +352,7 @@ class StoreBase:
             except KvtierError:
                 ended = True  # work that failed has ended, and was reported
             if self._placement.disk is not None:
-                report = self._placement.disk.close(max(1.0, deadline - _now()))
-                if report.dropped:
-                    dropped.append(f"{len(report.dropped)} pages were not written to disk in time")
-                if not report.clean:
-                    dropped.append("the disk hangs; its folder stays locked until the process ends")
+                dropped += self._close_disk(self._placement.disk, deadline)
             if ended:
                 for slots in (*self._placement.slots.values(), self._placement.bounce):
                     slots.close()
@@ -340,11 +361,27 @@ class StoreBase:
         self._placement.speak()
         return dropped
 
+    @staticmethod
+    def _close_disk(disk: DiskTier, deadline: float) -> list[str]:
+        try:
+            report = disk.close(max(1.0, deadline - _now()))
+        except (KvtierError, OSError) as error:
+            return [f"the disk tier could not be closed: {error}"]
+        texts = []
+        if report.dropped:
+            texts.append(f"{len(report.dropped)} pages were not written to disk in time")
+        if not report.clean:
+            texts.append("the disk hangs; its folder stays locked until this process ends")
+        return texts
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for text in self.close():
             warnings.warn(f"closing the store: {text}", RuntimeWarning, stacklevel=2)
@@ -380,6 +417,15 @@ class StoreBase:
             lease.copies.append(copy)
         self._open_leases += 1
         return lease
+
+    def _write_through(self, page: Page, deadline: float) -> None:
+        """Begin the copies down that are due now. A page that they cannot take now goes down later,
+        when it is evicted or flushed."""
+        with contextlib.suppress(DeadlineExceededError, TierFullError):
+            if self._disk_write == "write_through" and self._placement.disk is not None:
+                self._placement.write_to_disk(page, deadline)
+            if self._host_write == "write_through" and "host" not in page.copies:
+                self._placement.demote(page, deadline)
 
     def _park(self) -> bool:
         """Close the leases that idle sessions keep between steps; whether there were any."""

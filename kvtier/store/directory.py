@@ -166,11 +166,15 @@ class Directory:
         children: Counter[bytes] = Counter()
         for key, page in self.pages.items():
             assert key == page.key
-            assert page.copies or page.owners, "a page without a copy or an owner is in the directory"
+            assert page.copies or page.owners, (
+                "a page without a copy or an owner is in the directory"
+            )
             if page.parent is not None:
                 children[page.parent] += 1
                 kept = page.owners or any(c.holds or c.arriving for c in page.copies.values())
-                assert kept or not self.orphan(page), "a page's prefix is gone: an unusable suffix takes room"
+                assert kept or not self.orphan(page), (
+                    "a page's prefix is gone: an unusable suffix takes room"
+                )
             for tier, copy in page.copies.items():
                 assert copy.tier == tier
                 assert (copy.slot is None) == (tier == "disk")
@@ -182,9 +186,15 @@ class Directory:
                     assert copy.holds > 0, "an owned page may be dropped"
                 parent = self.pages.get(page.parent) if page.parent is not None else None
                 if tier == "disk" and parent is not None and parent.copies:
-                    assert "disk" in parent.copies or parent.torn, "a page is on disk and its prefix is not"
+                    assert "disk" in parent.copies or parent.torn, (
+                        "a page is on disk and its prefix is not"
+                    )
         assert children == self._children, "children are miscounted"
         for tier in self.tiers:
-            assert counts[tier] == self.counts[tier], f"{tier} has {counts[tier]} pages, the books say {self.counts[tier]}"
-            assert resident[tier] == len(self.policies[tier]), f"the policy of {tier} has other pages than the directory"
+            assert counts[tier] == self.counts[tier], (
+                f"{tier} has {counts[tier]} pages, the books say {self.counts[tier]}"
+            )
+            assert resident[tier] == len(self.policies[tier]), (
+                f"the policy of {tier} has other pages than the directory"
+            )
             self.policies[tier].check()

@@ -14,7 +14,7 @@ from kvtier.errors import ClosedError, LayoutError, PageLostError
 from kvtier.store.page import Copy, Page
 
 if TYPE_CHECKING:
-    from kvtier.store.store import TieredStore
+    from kvtier.store.base import StoreBase
 
 
 class Lease:
@@ -28,7 +28,7 @@ class Lease:
         copies: the pinned copy of each page.
     """
 
-    def __init__(self, store: TieredStore, pages: Sequence[Page], *, idle: bool = False) -> None:
+    def __init__(self, store: StoreBase, pages: Sequence[Page], *, idle: bool = False) -> None:
         self._store = store
         self.pages = list(pages)
         self.copies: list[Copy] = []
@@ -61,11 +61,21 @@ class Lease:
         size = self._store.layout.page_bytes
         if out is None:
             out = torch.empty(size, dtype=torch.uint8)
-        if out.dtype != torch.uint8 or out.shape != (size,) or not out.is_contiguous() or out.device.type != "cpu":
-            raise LayoutError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be contiguous uint8 [{size}] on the CPU")
+        if (
+            out.dtype != torch.uint8
+            or out.shape != (size,)
+            or not out.is_contiguous()
+            or out.device.type != "cpu"
+        ):
+            raise LayoutError(
+                f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be contiguous uint8 [{size}] on the CPU"
+            )
         array: np.ndarray = out.numpy()
-        if not self._store.read_held(self.pages[index], self.copies[index], array):
-            raise PageLostError(f"page {index} ({self.pages[index].key.hex()[:16]}) is damaged and was removed; compute it again")
+        if not self._store.read_leased(self, index, array):
+            raise PageLostError(
+                f"page {index} ({self.pages[index].key.hex()[:16]}) cannot be read (its record on disk is damaged "
+                "and was removed, or the copy out of VRAM failed); compute it again"
+            )
         return out
 
     def close(self) -> None:
@@ -77,6 +87,9 @@ class Lease:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -131,7 +131,8 @@ class Residence:
 
     def drop_copy(self, page: Page, copy: Copy) -> None:
         """Remove a copy that nothing holds."""
-        assert copy.holds == 0 and not copy.arriving
+        assert not copy.holds
+        assert not copy.arriving
         self._detach(page, copy)
         if copy.tier == "disk":
             assert self.disk is not None
@@ -141,9 +142,7 @@ class Residence:
         """Remove a page from all tiers, after the pages below it, which are of no use without it.
         False, and nothing done, if one of them is held or owned."""
         doomed = [*self.directory.descendants(page), page]
-        if any(
-            p.owners or any(c.holds or c.arriving for c in p.copies.values()) for p in doomed
-        ):
+        if any(p.owners or any(c.holds or c.arriving for c in p.copies.values()) for p in doomed):
             return False
         for p in doomed:
             for copy in list(p.copies.values()):

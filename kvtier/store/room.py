@@ -17,9 +17,7 @@ Held = list[tuple[Page, Copy]]
 class Room(Writes):
     """A residence that makes room in its tiers."""
 
-    def ensure(
-        self, tier: str, pages: int, deadline: float, *, optional: bool = False
-    ) -> bool:
+    def ensure(self, tier: str, pages: int, deadline: float, *, optional: bool = False) -> bool:
         """Free ``pages`` slots of a slot tier.
 
         A page whose way down fails is given up if nobody owns it.

@@ -32,12 +32,20 @@ class SessionPages(StoreBase):
                 for page in reversed(pages):
                     self._placement.disown(page, owner)
 
-    def take_tails(self, count: int, *, timeout_s: float | None = None) -> list[Slot]:
-        """VRAM slots for pages that are about to be written, at once or not at all."""
+    def take_tails(
+        self, count: int, *, owner: str = "an unsealed page", timeout_s: float | None = None
+    ) -> list[Slot]:
+        """VRAM slots for pages that are about to be written, at once or not at all.
+
+        Whoever writes to one first orders its work behind ``Slot.after``. ``owner`` is who is named
+        when VRAM is full.
+
+        Raises:
+            TierFullError: VRAM has no room and nothing in it may go.
+        """
         with self._locked(timeout_s) as deadline:
-            self._placement.ensure("vram", count, deadline)
-            slots = [self._placement.take("vram", deadline) for _ in range(count)]
-            self._tails.update(slot.index for slot in slots)
+            slots = self._placement.take_many("vram", count, deadline)
+            self._placement.tails.update((slot.index, owner) for slot in slots)
             return slots
 
     def give_tails(self, slots: Sequence[Slot], after: Sequence[Event]) -> None:
@@ -45,19 +53,23 @@ class SessionPages(StoreBase):
         with self._locked(None, even_closed=True):
             if not self._closed:
                 for slot in slots:
-                    self._tails.remove(slot.index)
+                    del self._placement.tails[slot.index]
                     self._placement.slots["vram"].give(slot, after)
 
     def fill_tail(self, slot: Slot, page: Page, *, timeout_s: float | None = None) -> None:
-        """Copy a page that the caller owns into an unsealed slot, ordered before later compute work.
+        """Copy a page that the caller owns into an unsealed slot, and wait until it is there.
 
         Raises:
             PageLostError: the page has no readable copy.
+            CopyFailedError: the copy failed; the slot holds nothing usable.
         """
         with self._locked(timeout_s) as deadline:
-            with self._hold([page]) if page.readable() is not None else contextlib.nullcontext() as lease:
-                if lease is None:
-                    raise PageLostError("a page of the sequence was lost; compute it again")
+            if page.readable() is None:
+                raise PageLostError(
+                    "a page of the sequence was lost (failed copy or damaged record); "
+                    "compute it again"
+                )
+            with self._hold([page]) as lease:
                 self._placement.fill(slot, page, lease.copies[0], deadline)
 
     def seal(
@@ -84,9 +96,16 @@ class SessionPages(StoreBase):
             was stored already). ``owner`` owns both.
         """
         with self._locked(timeout_s) as deadline:
+            del self._placement.tails[slot.index]
             known = self._directory.get(key) if key is not None else None
+            copy = Copy("vram", slot, written=written)
+            if known is not None and not known.copies:
+                # Its bytes were lost, but somebody still owns it: these are as good.
+                self._directory.own(known, owner)
+                self._directory.attach(known, copy)
+                self._write_through(known, deadline)
+                return known, known
             private = key is None or known is not None
-            self._tails.remove(slot.index)
             page = Page(
                 os.urandom(32) if private else cast(bytes, key),
                 parent.key if parent else None,
@@ -96,19 +115,22 @@ class SessionPages(StoreBase):
             )
             self._directory.add(page)
             self._directory.own(page, owner)
-            self._directory.attach(page, Copy("vram", slot, written=written))
+            self._directory.attach(page, copy)
             if known is not None:
                 self._directory.own(known, owner)
             elif not private:
                 self._write_through(page, deadline)
             return page, known or page
 
-    def copy_tails(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
-        """Copy unsealed slots, ``(target, source)``, in the order of compute work."""
-        if pairs:
-            with self._locked(None):
-                compute = self.device.compute_stream()
-                for target, _ in pairs:
-                    order_behind(compute, target)
-                self.device.copy(compute, [(target.range(), source.range()) for target, source in pairs])
+    def copy_tails(
+        self, pairs: Sequence[tuple[Slot, Slot]], *, timeout_s: float | None = None
+    ) -> None:
+        """Copy unsealed slots, ``(target, source)``, in the order of compute work, and wait until
+        they are there.
 
+        Raises:
+            CopyFailedError: the copy failed; the targets hold nothing usable.
+        """
+        if pairs:
+            with self._locked(timeout_s) as deadline:
+                self._placement.copy_slots(pairs, deadline)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvtier.errors import ConfigError, DeadlineExceededError, LayoutError, TierFullError
+from kvtier.errors import ConfigError, LayoutError
 from kvtier.mover import write_host
 from kvtier.store.lease import Lease
 from kvtier.store.page import Copy, Page
@@ -66,7 +66,19 @@ class TieredStore(SessionPages):
         """
         size = self.layout.page_bytes
         if data.dtype != torch.uint8 or data.shape != (size,) or data.device.type != "cpu":
-            raise LayoutError(f"data is {data.dtype} {tuple(data.shape)} on {data.device}; a page is uint8 [{size}] on the CPU")
+            raise LayoutError(
+                f"data is {data.dtype} {tuple(data.shape)} on {data.device}; "
+                f"a page is uint8 [{size}] on the CPU"
+            )
+        if not isinstance(key, bytes) or not 1 <= len(key) <= KEY_MAX or key == parent:
+            raise ConfigError(
+                f"key is {key!r}; it must be 1 to {KEY_MAX} bytes, and not its parent"
+            )
+        if len(identity) > KEY_MAX or (not identity and self._placement.disk is not None):
+            raise ConfigError(
+                f"identity is {identity!r}; the disk tier keeps it with the page, so give the "
+                f"model identity's digest, 1 to {KEY_MAX} bytes"
+            )
         with self._locked(timeout_s) as deadline:
             known = self._directory.get(key)
             if known is not None and known.copies:
@@ -74,22 +86,39 @@ class TieredStore(SessionPages):
                 return False
             above = self._directory.get(parent) if parent is not None else None
             if parent is not None and (above is None or not above.copies):
-                raise ConfigError(f"the parent page {parent.hex()[:16]} is not in the store; put a sequence's pages from the first on")
+                raise ConfigError(
+                    f"the parent page {parent.hex()[:16]} is not in the store; "
+                    "put a sequence's pages from the first on"
+                )
             with self._kept(above):
-                tier = "host" if "host" in self._placement.slots else "vram"
-                slot = self._placement.take(tier, deadline)
-                page = Page(key, parent, 0 if above is None else above.depth + 1, identity)
-                if tier == "host":
-                    self.device.host(write_host(self.device, slot, deadline), write=True).copy_(data)
-                    copy = Copy(tier, slot)
-                else:
-                    copy = Copy(tier, slot, written=self._upload(data, slot, deadline))
-                self._directory.add(page)
+                copy = self._arrive(data, deadline)
+                # Somebody may still own a page whose bytes were lost: it has them again.
+                page = known
+                if page is None:
+                    page = Page(key, parent, 0 if above is None else above.depth + 1, identity)
+                    self._directory.add(page)
                 self._directory.attach(page, copy)
                 self._write_through(page, deadline)
             return True
 
-    def match(self, keys: Sequence[bytes], *, promote: bool = True, timeout_s: float | None = None) -> Lease:
+    def _arrive(self, data: torch.Tensor, deadline: float) -> Copy:
+        """The bytes of a new page in the tier where it starts."""
+        tier = "host" if "host" in self._placement.slots else "vram"
+        slot = self._placement.take(tier, deadline)
+        try:
+            if tier == "host":
+                at = write_host(self.device, slot, deadline)
+                self.device.host(at, write=True).copy_(data)
+            else:
+                self._placement.upload(data, slot, deadline)
+        except BaseException:
+            self._placement.slots[tier].give(slot)
+            raise
+        return Copy(tier, slot)
+
+    def match(
+        self, keys: Sequence[bytes], *, promote: bool = True, timeout_s: float | None = None
+    ) -> Lease:
         """Lease the longest prefix of ``keys`` that is stored. Close the lease when done.
 
         Pages that are only on disk are read and checked now, so that what is leased is known to be good; with
@@ -134,23 +163,76 @@ class TieredStore(SessionPages):
             return page is not None and page.readable() is not None
 
     def demote(self, key: bytes, *, timeout_s: float | None = None) -> bool:
-        """Move a page one tier down now. False if it is held, not there, or already in the last tier."""
+        """Move a page one tier down now. False if it is held, not there, already in the last tier,
+        or could not be moved (no room below, or the copy failed)."""
         with self._locked(timeout_s) as deadline:
             page = self._directory.get(key)
             copy = page.readable() if page is not None else None
             if page is None or copy is None or copy.holds or copy.tier == self._directory.floor:
                 return False
-            if self._placement._evict(page, copy.tier, deadline, False):
+            if self._placement.push_down(page, copy.tier, deadline):
                 self._placement.drain(deadline)
-            return copy.tier not in page.copies
+            return page.copies.get(copy.tier) is not copy
 
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
-        """Drop pages and all that follow them, unless they are held; the number of keys that are gone."""
+        """Drop pages and all that follow them, unless they are held.
+
+        Returns:
+            The number of ``keys`` that were there and are gone.
+        """
         with self._locked(timeout_s) as deadline:
             self._placement.drain(deadline)
             gone = 0
-            for key in keys:
+            for key in dict.fromkeys(keys):
                 page = self._directory.get(key)
-                gone += page is not None and self._placement.drop_page(page)
+                gone += page is not None and (not page.copies or self._placement.drop_page(page))
             return gone
 
+    # ------------------------------------------------------------------ inside
+
+    @contextlib.contextmanager
+    def _kept(self, page: Page | None) -> Iterator[None]:
+        """Keep a page from being dropped for a moment."""
+        if page is None:
+            yield
+            return
+        self._directory.own(page, "put")
+        try:
+            yield
+        finally:
+            self._placement.disown(page, "put")
+
+    def _check_disk_pages(self, lease: Lease, promote: bool, deadline: float) -> int:
+        """Read the lease's pages that are only on disk; the number of pages up to the first bad
+        one."""
+        for index, (page, copy) in enumerate(zip(lease.pages, lease.copies, strict=True)):
+            if copy.tier != "disk":
+                continue
+            done = promote and (
+                self._placement.promote(page, "vram", deadline, evict=False)
+                or self._placement.promote(page, "host", deadline, evict=True)
+            )
+            if not done and "disk" in page.copies:
+                done = self._placement.verify(page, deadline)
+            if not done:
+                return index
+            self._repoint(lease, index)
+        if self._placement.mover.busy:
+            self._placement.mover.drain(deadline)
+        return len(lease)
+
+    def _shorten(self, lease: Lease, length: int) -> None:
+        for page, copy in zip(
+            reversed(lease.pages[length:]), reversed(lease.copies[length:]), strict=True
+        ):
+            self._placement.unhold(page, copy)
+        del lease.pages[length:], lease.copies[length:]
+
+    def _repoint(self, lease: Lease, index: int) -> None:
+        """Move a lease's pin to the fastest copy of the page that is in place by now."""
+        page, old = lease.pages[index], lease.copies[index]
+        new = page.readable()
+        if new is not None and new is not old:
+            self._directory.hold(page, new)
+            lease.copies[index] = new
+            self._placement.unhold(page, old)

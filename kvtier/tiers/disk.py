@@ -95,8 +95,7 @@ class DiskTier:
 
     Args:
         path: the folder; made (mode 0700) if missing. One tier writes to it at a time.
-        layout_digest: ``PageLayout.digest``; pages of another layout found in the folder
-            are removed.
+        layout_digest: ``PageLayout.digest``; a folder with pages of another layout is refused.
         page_bytes: bytes of a page.
         plane_ranges: ``(offset, nbytes)`` of each plane in a page, ascending.
         capacity_bytes: what the folder may take on disk, reserved at once where the file system
@@ -110,7 +109,8 @@ class DiskTier:
             reading thread.
 
     Raises:
-        ConfigError: an argument is unusable or the capacity is too small for one page.
+        ConfigError: an argument is unusable, the capacity is too small for one page, or the folder
+            holds pages of another layout.
         DiskError: the folder is in use, not writable, of another version, or the disk is full.
     """
 

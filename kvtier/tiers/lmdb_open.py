@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lmdb
 
-from kvtier.errors import DiskError
+from kvtier.errors import ConfigError, DiskError
 from kvtier.tiers.lmdb_file import (
     DAMAGE,
     DATA,
@@ -42,7 +42,6 @@ class OpenReport:
     Attributes:
         kept: pages that are usable.
         damaged: index entries that were not readable.
-        other_layout: pages of another layout or size.
         ephemeral: pages that were stored for the time until close only.
         orphans: pages whose parent is gone.
         evicted: pages that did not fit a lowered capacity.
@@ -51,7 +50,6 @@ class OpenReport:
 
     kept: int = 0
     damaged: int = 0
-    other_layout: int = 0
     ephemeral: int = 0
     orphans: int = 0
     evicted: int = 0
@@ -84,7 +82,8 @@ def open_folder(
     the limit, and it holds nothing that cannot be computed again.
 
     Raises:
-        ConfigError: the capacity is too small for one page.
+        ConfigError: the capacity is too small for one page, or the folder holds pages of another
+            layout; nothing was changed.
         DiskError: the folder is in use, not writable, of another version, or the disk is full.
     """
     try:
@@ -177,18 +176,24 @@ def _choose(
             or len(entry.sums) != room.shape.sums
         ):
             other += 1
-        elif entry.ephemeral:
+            continue
+        if entry.ephemeral:
             ephemeral += 1
         else:
             record = entry.record(key, room.page_stored_bytes)
             identity = shared.setdefault(record.identity, record.identity)
             good.append(record._replace(identity=identity, layout=layout))
+    if other:
+        raise ConfigError(
+            f"the folder of the disk tier holds {other} pages of another layout (model geometry, "
+            "dtype or page_tokens); choose another folder for this layout, or remove that one"
+        )
     kept = usable(good)
     orphans = len(good) - len(kept)
     evicted = victims(kept, room.live_capacity_bytes)
     for key in evicted:
         del kept[key]
-    report = OpenReport(len(kept), damaged, other, ephemeral, orphans, len(evicted))
+    report = OpenReport(len(kept), damaged, ephemeral, orphans, len(evicted))
     return kept, report, [key for key in found if key not in kept]
 
 
