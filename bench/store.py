@@ -31,6 +31,7 @@ from kvtier import LayerLayout, PageLayout, TieredStore
 from kvtier.keys import child_key, root_key
 
 MIB = 2**20
+IDENTITY = b"bench-store".ljust(32, b".")
 
 
 def main() -> int:
@@ -69,7 +70,7 @@ def layout_of_size(nbytes: int) -> PageLayout:
 
 def chain(count: int, tag: int) -> list[bytes]:
     """Keys of the pages of one long sequence."""
-    keys = [root_key(b"bench-store".ljust(32, b"."))]
+    keys = [root_key(IDENTITY)]
     for index in range(count):
         keys.append(child_key(keys[-1], [tag, index]))
     return keys[1:]
@@ -78,7 +79,7 @@ def chain(count: int, tag: int) -> list[bytes]:
 def put_all(store: TieredStore, keys: list[bytes], data: torch.Tensor) -> None:
     parent = None
     for index, key in enumerate(keys):
-        store.put(key, data[index], parent=parent)
+        store.put(key, data[index], parent=parent, identity=IDENTITY)
         parent = key
 
 

@@ -196,7 +196,7 @@ def _launch(
     depth = -(-group // warps)
     wide = not any(n % 16 for n in (k_start, v_start, dim * size, v_dim * size))
     k_padded, v_padded = (_padded(width, size) for width in (dim, v_dim))
-    queries_bytes = -(-warps * dim // 4) * 16
+    queries_bytes = warps * dim * 4
     row_bytes = (k_padded + v_padded) * size
     tile = min(WARP, table.page_tokens, (MAX_SHARED_BYTES - queries_bytes) // row_bytes)
     if splits is None:

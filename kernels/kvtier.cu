@@ -24,9 +24,8 @@ struct bf16 {
 };
 
 #ifndef KVT_CPU
-#define KVT_SHARED(T, name)                          \
-    extern __shared__ __align__(16) u8 kvt_shared[]; \
-    T* name = reinterpret_cast<T*>(kvt_shared)
+extern __shared__ __align__(16) u8 kvt_shared[];
+#define KVT_SHARED(T, name) T* name = reinterpret_cast<T*>(kvt_shared)
 #define KVT_EXPORT(name, threads)
 #endif
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
@@ -35,7 +34,7 @@ struct bf16 {
 constexpr int THREADS = 256;
 constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
-constexpr float INF = __builtin_huge_valf();
+#define INF __uint_as_float(0x7f800000u)
 
 // ------------------------------------------------------------------------------------------ numbers
 
@@ -94,20 +93,62 @@ DEVICE float from_e4m3(u32 code) {
     return code & 0x80u ? -a : a;
 }
 
-// N values in one load or store.
+// N values in one load or store. Through a plain word: the compiler splits the load of a struct.
+template <int BYTES>
+struct Word;
+template <>
+struct Word<1> {
+    using type = u8;
+};
+template <>
+struct Word<2> {
+    using type = u16;
+};
+template <>
+struct Word<4> {
+    using type = u32;
+};
+template <>
+struct Word<8> {
+    using type = uint2;
+};
+template <>
+struct Word<16> {
+    using type = uint4;
+};
+
 template <class T, int N>
-struct alignas(sizeof(T) * N) Pack {
+struct Pack {
     T at[N];
 };
 
 template <class T, int N>
+union Packed {
+    typename Word<sizeof(T) * N>::type word;
+    Pack<T, N> values;
+};
+
+template <class T, int N>
 DEVICE Pack<T, N> load(const T* p) {
-    return *reinterpret_cast<const Pack<T, N>*>(p);
+    Packed<T, N> packed;
+    packed.word = *reinterpret_cast<const typename Word<sizeof(T) * N>::type*>(p);
+    return packed.values;
+}
+
+// From memory that nothing writes meanwhile. Addresses from a table are just numbers: without this the compiler
+// could not know that they are in global memory.
+template <class T, int N>
+DEVICE Pack<T, N> load_global(const T* p) {
+    Packed<T, N> packed;
+    packed.word = __ldg(reinterpret_cast<const typename Word<sizeof(T) * N>::type*>(p));
+    return packed.values;
 }
 
 template <class T, int N>
-DEVICE void store(T* p, Pack<T, N> value) {
-    *reinterpret_cast<Pack<T, N>*>(p) = value;
+DEVICE void store(T* p, Pack<T, N> values) {
+    Packed<T, N> packed;
+    packed.values = values;
+    *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(p) = packed.word;
 }
 
 DEVICE float warp_max(float x) {
@@ -182,7 +223,7 @@ DEVICE void summarise(const u64* pages, const int* tokens, int n_pages, i64 star
 #pragma unroll
             for (int n = 0; n < N; n++) low[n] = INF, high[n] = -INF, sum[n] = 0.0f, spread[n] = 0.0f;
             for (int t = 0; t < count; t++) {
-                const Pack<T, N> row = load<T, N>(keys + (i64)t * channels + at);
+                const Pack<T, N> row = load_global<T, N>(keys + (i64)t * channels + at);
 #pragma unroll
                 for (int n = 0; n < N; n++) {
                     const float k = to_float(row.at[n]);
@@ -190,7 +231,7 @@ DEVICE void summarise(const u64* pages, const int* tokens, int n_pages, i64 star
                 }
             }
             for (int t = 0; t < count; t++) {
-                const Pack<T, N> row = load<T, N>(keys + (i64)t * channels + at);
+                const Pack<T, N> row = load_global<T, N>(keys + (i64)t * channels + at);
 #pragma unroll
                 for (int n = 0; n < N; n++) spread[n] += fabsf(to_float(row.at[n]) - (low[n] + high[n]) * 0.5f);
             }
@@ -311,11 +352,11 @@ DEVICE void load_tile(T* tile, int padded, const T* part, int rows, int heads, i
         const int packs = dim / N;
         for (int i = threadIdx.x; i < rows * packs; i += blockDim.x) {
             const int t = i / packs, c = i % packs * N;
-            store<T, N>(tile + t * padded + c, load<T, N>(part + (i64)t * heads * dim + c));
+            store<T, N>(tile + t * padded + c, load_global<T, N>(part + (i64)t * heads * dim + c));
         }
     } else {
         for (int i = threadIdx.x; i < rows * dim; i += blockDim.x)
-            tile[i / dim * padded + i % dim] = part[(i64)(i / dim) * heads * dim + i % dim];
+            store<T, 1>(tile + i / dim * padded + i % dim, load_global<T, 1>(part + (i64)(i / dim) * heads * dim + i % dim));
     }
 }
 
@@ -336,7 +377,7 @@ DEVICE void attend(const T* q, const u64* pages, const int* tokens, float* out, 
     const bool live = member < group;
     const i64 heads = (i64)kv_heads * group, head = (i64)blockIdx.x * group + (live ? member : 0);
     float* query = queries + warp * k_dim;
-    T* k_tile = reinterpret_cast<T*>(queries + (warps * k_dim + 3) / 4 * 4);
+    T* k_tile = reinterpret_cast<T*>(queries + warps * k_dim);
     T* v_tile = k_tile + tile * k_padded;
     for (int c = lane; c < k_dim; c += WARP) query[c] = to_float(q[head * k_dim + c]) * scale;
 
@@ -451,9 +492,9 @@ DEVICE Steps steps_of(int format, float low, float high) {
 
 DEVICE u32 encode(int format, Steps steps, float x) {
     const float y = (x - steps.zero) / steps.scale;
-    if (format == INT4) return (u32)max(0, min(15, __float2int_rn(y)));
+    if (format == E4M3) return to_e4m3(y);
     if (format == INT8) return (u8)max(-127, min(127, __float2int_rn(y)));
-    return to_e4m3(y);
+    return (u32)max(0, min(15, __float2int_rn(y)));
 }
 
 DEVICE float decode(int format, Steps steps, u32 code) {
@@ -502,14 +543,14 @@ DEVICE void quantise_channels(const T* x, u8* codes, float* scale, float* zero, 
             const i64 first = (i64)page * tokens * pairs + pair;
             float low[2] = {INF, INF}, high[2] = {-INF, -INF};
             for (int t = 0; t < tokens; t++) {
-                const Pack<T, 2> row = load<T, 2>(x + 2 * (first + (i64)t * pairs));
+                const Pack<T, 2> row = load_global<T, 2>(x + 2 * (first + (i64)t * pairs));
 #pragma unroll
                 for (int n = 0; n < 2; n++) low[n] = fminf(low[n], to_float(row.at[n])), high[n] = fmaxf(high[n], to_float(row.at[n]));
             }
             const Steps steps[2] = {steps_of(format, low[0], high[0]), steps_of(format, low[1], high[1])};
             for (int t = 0; t < tokens; t++) {
                 const i64 at = first + (i64)t * pairs;
-                encode_pair<T>(format, load<T, 2>(x + 2 * at), steps, codes, at, worst, squares, energy);
+                encode_pair<T>(format, load_global<T, 2>(x + 2 * at), steps, codes, at, worst, squares, energy);
             }
             const i64 at = (i64)page * channels + 2 * pair;
             store<float, 2>(scale + at, {{steps[0].scale, steps[1].scale}});
@@ -533,14 +574,14 @@ DEVICE void quantise_groups(const T* x, u8* codes, float* scale, float* zero, u3
         const i64 first = (token * channels + (i64)g * width) / 2;
         float low = INF, high = -INF;
         for (int i = lane; i < width / 2; i += WARP) {
-            const Pack<T, 2> row = load<T, 2>(x + 2 * (first + i));
+            const Pack<T, 2> row = load_global<T, 2>(x + 2 * (first + i));
 #pragma unroll
             for (int n = 0; n < 2; n++) low = fminf(low, to_float(row.at[n])), high = fmaxf(high, to_float(row.at[n]));
         }
         low = -warp_max(-low), high = warp_max(high);
         const Steps one = steps_of(format, low, high), steps[2] = {one, one};
         for (int i = lane; i < width / 2; i += WARP)
-            encode_pair<T>(format, load<T, 2>(x + 2 * (first + i)), steps, codes, first + i, worst, squares, energy);
+            encode_pair<T>(format, load_global<T, 2>(x + 2 * (first + i)), steps, codes, first + i, worst, squares, energy);
         if (lane == 0) {
             scale[token * groups + g] = one.scale;
             if (format == INT4) zero[token * groups + g] = one.zero;

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cli.offload import card_of, estimate, moved_words
+from kvtier.cli.offload import Estimate, estimate, moved_words, named_card
 from kvtier.cost.cliff import DecodeStep, level, slowdown
 from kvtier.errors import ConfigError
 
@@ -72,25 +72,39 @@ def test_bytes_from_disk_pay_both_links() -> None:
     assert extra_seconds == pytest.approx(2 / 3)
 
 
-def test_estimates_take_the_named_card() -> None:
-    card = card_of("emulated rtx-4060-ti-16gb")
-    assert card is not None
-    assert card_of("emulated no-such-card") is None
-    sizes = {"weight_bytes": 5 * GB, "kv_bytes": 3 * GB, "link_bytes": 2 * GB, "disk_bytes": 0.0}
-    pinned = estimate(card, **sizes, pinned=True)
-    pageable = estimate(card, **sizes, pinned=False)
-    assert 1.3 < pinned.slowdown < pageable.slowdown
-    text = pinned.warning(kv_bytes=3 * 10**9)
+SIZES = {"weight_bytes": 5 * GB, "kv_bytes": 3 * GB, "link_bytes": 2 * GB, "disk_bytes": 0.0}
+
+
+def on(device: str, **sizes: float) -> Estimate:
+    spec = named_card(device, "emulated rtx-4060-ti-16gb")
+    assert spec is not None
+    return estimate(spec, **{**SIZES, **sizes})
+
+
+def test_estimates_take_the_named_card_and_link() -> None:
+    kinds = ("pinned", "pageable", "fallback")
+    found = [on(f"emulated:rtx-4060-ti-16gb,link={kind}").slowdown for kind in kinds]
+    assert 1.3 < found[0] < found[1] < found[2]
+    assert on("auto").slowdown == on("emulated").slowdown == found[0]
+    assert on("emulated:rtx-4090").slowdown != found[0]
+
+
+def test_a_card_that_is_not_in_the_table_gets_no_estimate() -> None:
+    assert named_card("cuda:0", "cuda:0 Some Card 9000") is None
+    spec = named_card("cuda:0", "cuda:0 NVIDIA GeForce RTX 4090")
+    assert spec is not None
+    assert spec.card.name == "RTX 4090"
+
+
+def test_the_warning_says_how_slow_why_and_what_to_do() -> None:
+    text = on("auto").warning(kv_bytes=3 * 10**9)
     assert text is not None
-    for word in (pinned.level, card.name, "67%", "--vram 2862MiB", "288 GB/s"):
+    for word in ("severe", "RTX 4060 Ti 16GB", "67%", "--vram 2862MiB", "288 GB/s"):
         assert word in text
 
 
 def test_no_warning_when_nothing_is_offloaded() -> None:
-    card = card_of("emulated rtx-4060-ti-16gb")
-    assert card is not None
-    none = estimate(card, weight_bytes=1, kv_bytes=1, link_bytes=0, disk_bytes=0, pinned=True)
-    assert none.warning(kv_bytes=1) is None
+    assert on("auto", link_bytes=0).warning(kv_bytes=1) is None
 
 
 def test_moved_bytes_in_words() -> None:

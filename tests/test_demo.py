@@ -22,8 +22,9 @@ from kvtier.demo import convert
 from kvtier.demo.model import converted_model, demo_text, find_gguf, load_demo
 from kvtier.errors import ConfigError
 
-PAGE_TOKENS = 32
-SHORT = ["--prompt-tokens", "448"]
+PAGE_TOKENS = 16
+PROMPT = 224
+SHORT = ["--prompt-tokens", str(PROMPT), "--page-tokens", str(PAGE_TOKENS)]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def test_two_runs_are_exact_and_the_second_restores(
     assert first["identical"] is True
     assert first["max_logit_difference"] == 0.0
     assert first["reference_is_exact"] is True
-    assert (first["prompt_tokens"], first["restored_tokens"]) == (448, 0)
+    assert (first["prompt_tokens"], first["restored_tokens"]) == (PROMPT, 0)
     assert first["tiers"]["vram"]["peak_bytes"] <= first["kv_bytes"] / 3
     assert first["staging_bytes"] > 0
     for tier in ("vram", "host", "disk"):
@@ -189,8 +190,8 @@ def test_two_runs_are_exact_and_the_second_restores(
     assert second["identical"] is True
     assert second["max_logit_difference"] == 0.0
     assert second["reference_is_exact"] is True
-    assert second["restored_tokens"] == 447 // PAGE_TOKENS * PAGE_TOKENS
-    assert second["computed_tokens"] == 448 - second["restored_tokens"]
+    assert second["restored_tokens"] == (PROMPT - 1) // PAGE_TOKENS * PAGE_TOKENS
+    assert second["computed_tokens"] == PROMPT - second["restored_tokens"]
     assert second["cold_ttft_s"] == first["ttft_s"]
     assert second["text"] == first["text"]
 
@@ -207,7 +208,7 @@ def test_a_damaged_page_shortens_the_restore_and_the_rest_is_exact(
         file.seek(-len(block), os.SEEK_CUR)
         file.write(bytes(byte ^ 0x40 for byte in block))
     second = run_demo(tmp_path, capsys, "--max-new-tokens", "2")
-    assert second["restored_tokens"] <= 447 // PAGE_TOKENS * PAGE_TOKENS
+    assert second["restored_tokens"] <= (PROMPT - 1) // PAGE_TOKENS * PAGE_TOKENS
     assert second["identical"] is True
     assert second["max_logit_difference"] == 0.0
     assert second["text"] == first["text"]
@@ -290,6 +291,6 @@ def test_the_whole_demo_twice(tmp_path: Path) -> None:
         assert run["prompt_tokens"] >= 4000
         assert run["tiers"]["vram"]["peak_bytes"] <= run["kv_bytes"] / 3
     assert all(first["tiers"][tier]["pages_in"] for tier in ("vram", "host", "disk"))
-    sealed = (second["prompt_tokens"] - 1) // PAGE_TOKENS * PAGE_TOKENS
+    sealed = (second["prompt_tokens"] - 1) // second["page_tokens"] * second["page_tokens"]
     assert second["restored_tokens"] == sealed
     assert second["ttft_s"] <= first["ttft_s"] / 10

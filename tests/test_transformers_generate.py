@@ -31,31 +31,34 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: (prompt, options of generate, sizes of the store)
     "greedy": ({}, {}, {}),
     "sampled": ({}, {"do_sample": True, "temperature": 1.5, "seed": 3}, {}),
-    "beams": ({}, {"num_beams": 3, "max_new_tokens": 20}, {"vram": 10}),
-    "sequences": ({}, {"do_sample": True, "num_return_sequences": 3, "seed": 5}, {"vram": 20}),
-    "lookup": ({}, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 24}, {}),
-    "chunked": ({"tokens": 61}, {"prefill_chunk_size": 11}, {}),
-    "chunked-pages": ({"tokens": 64}, {"prefill_chunk_size": 16}, {}),
-    "padded": ({"rows": 3, "pads": (0, 13, 5)}, {}, {"vram": 18}),
+    "beams": ({}, {"num_beams": 3}, {"vram": 11}),
+    "sequences": ({}, {"do_sample": True, "num_return_sequences": 3, "seed": 5}, {"vram": 11}),
+    "lookup": ({}, {"prompt_lookup_num_tokens": 3}, {}),
+    "chunked": ({"tokens": 61}, {"prefill_chunk_size": 11, "max_new_tokens": 5}, {}),
+    "chunked-pages": ({"tokens": 64}, {"prefill_chunk_size": 16, "max_new_tokens": 5}, {}),
+    "padded": ({"rows": 3, "pads": (0, 13, 5)}, {}, {"vram": 10}),
     "padded-chunked": (
         {"rows": 3, "tokens": 40, "pads": (0, 25, 10)},
-        {"prefill_chunk_size": 10},
-        {"vram": 13},
+        {"prefill_chunk_size": 10, "max_new_tokens": 15},
+        {"vram": 10},
     ),
-    "padded-beams": ({"rows": 2, "pads": (9, 0), "tokens": 24}, {"num_beams": 2}, {"vram": 14}),
-    "one-token": ({"tokens": 1}, {"max_new_tokens": 40}, {}),
+    "padded-beams": ({"rows": 2, "pads": (9, 0)}, {"num_beams": 2}, {"vram": 14}),
+    "one-token": ({"tokens": 1}, {}, {"vram": 2}),
 }
 
 
 def run_both(place: Place, model: Any, way: str) -> None:
     inputs, options, sizes = WAYS[way]
-    given = prompt(**({"rows": 1, "tokens": 37} | inputs))
+    options = {"max_new_tokens": 40} | options
+    given = prompt(**({"rows": 1, "tokens": 21} | inputs))
     want = generate(model, dynamic(model), given, **options)
-    with place.store(model, **({"vram": 6} | sizes)) as store, tiny.TieredCache(model, store) as cache:
+    with (
+        place.store(model, **({"vram": 4, "host": 2} | sizes)) as store,
+        tiny.TieredCache(model, store) as cache,
+    ):
         got = generate(model, cache, given, **options)
         assert cache.get_seq_length() == want.sequences.shape[1] - 1
-        if way != "one-token":
-            assert tiny.used_all_tiers(store)
+        assert tiny.used_all_tiers(store)
     assert_same(got, want)
 
 
@@ -64,9 +67,16 @@ def test_every_way_to_generate(place: Place, way: str) -> None:
     run_both(place, make(), way)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+ATTENTION = [
+    (kind, how)
+    for kind in tiny.KINDS
+    for how in ("sdpa", "eager")
+    if (kind, how) != ("gemma2", "sdpa")
+]
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize(("kind", "attention"), ATTENTION)
 def test_every_kind_of_model(place: Place, kind: str, dtype: Any, attention: str) -> None:
     run_both(place, make(kind, dtype=dtype, attention=attention), "greedy")
 
@@ -79,9 +89,8 @@ def test_windows_and_latents_in_other_ways(place: Place, kind: str, way: str) ->
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize(("kind", "attention"), ATTENTION)
 def test_everything(place: Place, kind: str, dtype: Any, attention: str, way: str) -> None:
     run_both(place, make(kind, dtype=dtype, attention=attention), way)
 
@@ -108,7 +117,8 @@ def test_forward_loop(place: Place, kind: str) -> None:
             at += count
             assert cache.get_seq_length() == other.get_seq_length() == at
         assert torch.equal(
-            forward(model, cache, part, logits_to_keep=1), forward(model, other, part, logits_to_keep=1)
+            forward(model, cache, part, logits_to_keep=1),
+            forward(model, other, part, logits_to_keep=1),
         )
 
 
@@ -130,7 +140,11 @@ def test_inference_mode_may_be_mixed_with_normal_mode(place: Place) -> None:
     ids = prompt(1, 30)["input_ids"]
     other = dynamic(model)
     with tiered(place, model) as cache:
-        for part, mode in ((ids, torch.inference_mode), (ids, torch.no_grad), (ids, torch.enable_grad)):
+        for part, mode in (
+            (ids, torch.inference_mode),
+            (ids, torch.no_grad),
+            (ids, torch.enable_grad),
+        ):
             with mode():
                 got = model(part, **{tiny.KEYWORD: cache}).logits
             with torch.no_grad():
@@ -142,7 +156,11 @@ def test_inference_mode_may_be_mixed_with_normal_mode(place: Place) -> None:
 
 
 def restart(
-    place: Place, model: Any, given: dict[str, Any], first: dict[str, Any] | None = None, **sizes: Any
+    place: Place,
+    model: Any,
+    given: dict[str, Any],
+    first: dict[str, Any] | None = None,
+    **sizes: Any,
 ) -> None:
     """Compute a prompt in one pass, and leave its pages on disk."""
     inputs = dict(first or given)
@@ -180,7 +198,9 @@ def test_never_the_whole_prompt(place: Place, tokens: int, restored: int) -> Non
         assert_same(generate(model, cache, given), want)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
+)
 def test_restored_into_several_rows(place: Place, options: dict[str, Any]) -> None:
     model = make()
     given = prompt(1, 45)

@@ -76,18 +76,22 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 KINDS = tuple(_KINDS)
 
 #: ``cache`` since 5.24, ``past_key_values`` before.
-KEYWORD = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+KEYWORD = (
+    "cache"
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+    else "past_key_values"
+)
 
 
 def make(
     kind: str = "llama",
     *,
     dtype: torch.dtype = torch.float32,
-    attention: str = "sdpa",
+    attention: str | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> Any:
-    """A random model of a kind; ``changes`` go into its configuration."""
+    """A random model of a kind; ``changes`` go into its configuration. Attention by default as transformers chooses."""
     model_name, config_name, options = _KINDS[kind]
     options = _COMMON | options | changes
     if kind == "deepseek":
@@ -116,7 +120,14 @@ class Place:
 
     @contextlib.contextmanager
     def store(
-        self, model: Any, *, vram: int = 5, host: int = 3, disk: int = 8 << 20, page: int = PAGE, **options: Any
+        self,
+        model: Any,
+        *,
+        vram: int = 5,
+        host: int = 3,
+        disk: int = 8 << 20,
+        page: int = PAGE,
+        **options: Any,
     ) -> Iterator[TieredStore]:
         """A store of ``vram`` and ``host`` pages; books are zero when it closes."""
         layout = layout_of(model, page_tokens=page)

@@ -1,7 +1,7 @@
 """Mode ``exact-stream``: every page that a layer needs is gathered into staging memory, in order and bit for bit.
 
 While a layer computes, the pages of the next one that are not in VRAM are already on their way. Hot pages
-are gathered by the compute stream itself. Two halves of staging memory alternate between layers; an event in
+are gathered by the compute stream itself, ahead of attention. Two halves of staging memory alternate between layers; an event in
 each direction guards every reuse:
 
 * the copy stream waits for all compute work up to the layer before, which was the last to read the half;
@@ -10,17 +10,18 @@ each direction guards every reuse:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from kvtier.attention.staging import Half, Staging
-from kvtier.attention.window import Piece, Row, Window, plan_window
+from kvtier.attention.window import Piece, Row, Window, WindowPlanner
 from kvtier.devices.base import Buffer, Event, Range, Stream
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.kernels.gather import gather_run, scatter_tokens
-from kvtier.layout import Part
+from kvtier.layout import Part, Plane
 from kvtier.store.lease import Lease
 from kvtier.store.store import TieredStore
 
@@ -39,7 +40,7 @@ class ExactStream:
         self.layout = store.layout
         planes = [plane for plane in self.layout.planes if plane is not None]
         self.layers = [plane.layer for plane in planes]
-        self._next = {a: b for a, b in zip(self.layers, self.layers[1:], strict=False)}
+        self._next = dict(itertools.pairwise(self.layers))
         self._parity = {layer: n % 2 for n, layer in enumerate(self.layers)}
         tokens = self.layout.page_tokens
         self.staging = Staging(
@@ -49,12 +50,14 @@ class ExactStream:
             columns=columns,
         )
         self._dtypes = {
-            plane.layer: (getattr(torch, plane.k.dtype), getattr(torch, plane.v.dtype)) for plane in planes
+            plane.layer: (getattr(torch, plane.k.dtype), getattr(torch, plane.v.dtype))
+            for plane in planes
         }
         self._rows: list[Row] = []
         self._before = 0
         self._columns = 0
-        self._windows: dict[int, Window] = {}
+        self._planner = WindowPlanner(tokens)
+        self._device_type = self.device.torch_device.type
         self._fetched: int | None = None
         self._compute: Stream | None = None
         #: All work of the last step, for a step on another stream.
@@ -76,14 +79,18 @@ class ExactStream:
         """
         for row in rows:
             if row.pad + row.before + row.new != columns:
-                raise ConfigError(f"a row ends at column {row.pad + row.before + row.new}, the step at {columns}")
+                raise ConfigError(
+                    f"a row ends at column {row.pad + row.before + row.new}, the step at {columns}"
+                )
         self._rows, self._before, self._columns = list(rows), before, columns
-        self._windows.clear()
+        self._planner.begin(rows, columns)
         self._fetched = None
         self.staging.fit(len(rows), columns, self.store.timeout_s)
         self._order(self.device.compute_stream())
 
-    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append one layer's new K and V and return all that the layer attends to.
 
         Args:
@@ -94,38 +101,52 @@ class ExactStream:
             layer's ``update`` in stream order.
 
         Raises:
+            LayoutError: K or V have another shape, dtype or device.
             PageLostError: a page on disk turned out to be damaged.
             CopyFailedError: a copy of a page failed.
         """
-        assert self._compute is not None
+        compute = self._compute
+        assert compute is not None
         plane = self.layout.plane(layer)
-        self._check(layer, k, v, plane.k, plane.v)
+        dtypes = self._dtypes[layer]
+        self._check(layer, "K", k, plane.k, dtypes[0])
+        self._check(layer, "V", v, plane.v, dtypes[1])
         window = self._window(layer)
         half = self.staging.halves[self._parity[layer]]
         if self._fetched != layer:
-            self._fetch(layer, window, half, self._compute)
+            self._fetch(layer, window, half, compute)
         following = self._next.get(layer)
         if following is not None:
-            self._fetch(following, self._window(following), self.staging.halves[self._parity[following]], self._compute)
+            other = self.staging.halves[self._parity[following]]
+            self._fetch(following, self._window(following), other, compute)
         if half.ready is not None:
-            self._compute.wait(half.ready)
+            compute.wait(half.ready)
             half.ready = None
-        self._gather(layer, window, half, k, v)
         rows, seen = len(self._rows), window.stop - window.start
-        k_range = Range(half.k, 0, rows * self.staging.columns * (plane.k.nbytes // self.layout.page_tokens))
-        v_range = Range(half.v, 0, rows * self.staging.columns * (plane.v.nbytes // self.layout.page_tokens))
-        self.device.use(self._compute, f"attention of layer {layer}", reads=self._filled(k_range, v_range, plane.k, plane.v, seen))
-        k_type, v_type = self._dtypes[layer]
+        appends = self._appends(plane.k, k.detach()) + self._appends(plane.v, v.detach())
+        writes = [at for at, _ in appends]
+        for row in range(rows):
+            writes += self._filled(plane, half, row, seen)
+        # Gathering and attention are one piece of work: it reads the pages and what was fetched.
+        self.device.use(
+            compute,
+            f"layer {layer}",
+            reads=[*window.pages, *half.cold],
+            writes=writes,
+        )
+        for at, values in appends:
+            scatter_tokens(at.buffer.raw(), at.start, values)
+        self._gather(window, plane, half)
         return (
-            self.staging.tensor(half.k, plane.k, k_type, rows, seen),
-            self.staging.tensor(half.v, plane.v, v_type, rows, seen),
+            self.staging.tensor(half, 0, plane.k, dtypes[0], rows, seen),
+            self.staging.tensor(half, 1, plane.v, dtypes[1], rows, seen),
         )
 
     def end(self) -> tuple[str, Event]:
         """The step's last layer has been served: (stream name, event) that stand for all its work."""
-        assert self._compute is not None
-        self._done = self._compute.record()
-        return self._compute.name, self._done
+        compute = self._compute or self.device.compute_stream()
+        self._done = compute.record()
+        return compute.name, self._done
 
     def order_after(self, event: Event) -> None:
         """The next step starts after ``event``."""
@@ -159,14 +180,12 @@ class ExactStream:
     def _window(self, layer: int) -> Window:
         width = self.layout.layers[layer].window
         start = 0 if width is None else max(self._before - width + 1, 0)
-        window = self._windows.get(start)
-        if window is None:
-            window = self._windows[start] = plan_window(self._rows, start, self._columns, self.layout.page_tokens)
-        return window
+        return self._planner.window(start)
 
     def _fetch(self, layer: int, window: Window, half: Half, compute: Stream) -> None:
         """Start the copies of a layer's cold pages into its half."""
         self._fetched = layer
+        half.cold = []
         if not window.cold:
             return
         stream = self.device.stream("h2d")
@@ -175,8 +194,9 @@ class ExactStream:
         parts: list[tuple[Range, Range]] = []
         for piece in window.host:
             assert piece.slot is not None
-            parts += self._cold_parts(half.k, plane.k, piece, piece.slot.range(plane.k.offset, plane.k.nbytes))
-            parts += self._cold_parts(half.v, plane.v, piece, piece.slot.range(plane.v.offset, plane.v.nbytes))
+            parts += self._cold(
+                half, plane, piece, piece.slot.slab, piece.slot.start + plane.offset
+            )
         if window.disk:
             size = -(-plane.nbytes // 16) * 16
             bounce = self.staging.bounce(half, len(window.disk) * size, self.store.timeout_s)
@@ -185,105 +205,90 @@ class ExactStream:
             pages = [piece.page for piece in window.disk if piece.page is not None]
             self.store.read_disk_planes(pages, layer, outs)
             for piece, place in zip(window.disk, at, strict=True):
-                k_bytes = Range(bounce, place.start, place.start + plane.k.nbytes)
-                v_bytes = Range(bounce, k_bytes.stop, place.stop)
-                parts += self._cold_parts(half.k, plane.k, piece, k_bytes)
-                parts += self._cold_parts(half.v, plane.v, piece, v_bytes)
+                parts += self._cold(half, plane, piece, bounce, place.start)
+        half.cold = [target for target, _ in parts]
         self.device.copy(stream, parts)
         self.store.count_streamed(sum(source.nbytes for _, source in parts), len(parts))
         half.ready = stream.record()
         if window.disk:
             half.bounced = half.ready
 
-    def _cold_parts(self, target: Buffer, part: Part, piece: Piece, source: Range) -> list[tuple[Range, Range]]:
-        """The copy of a piece's K or V, of which ``source`` is the whole page's, into its place in ``target``."""
-        token = part.nbytes // self.layout.page_tokens
-        if not token:
-            return []
-        there = self.staging.part_range(target, token, piece.row, piece.column, piece.last - piece.first)
-        return [(there, Range(source.buffer, source.start + piece.first * token, source.start + piece.last * token))]
-
-    def _gather(self, layer: int, window: Window, half: Half, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Append the new tokens and gather the hot pages, in one launch on the compute stream."""
-        assert self._compute is not None
-        plane, tokens, page_bytes = self.layout.plane(layer), self.layout.page_tokens, self.layout.page_bytes
-        sides = [
-            (part, buffer, values.detach(), part.nbytes // tokens)
-            for part, buffer, values in ((plane.k, half.k, k), (plane.v, half.v, v))
-            if part.nbytes
-        ]
-        whole_pages = [Range(run.slab, run.start, run.start + run.pages * page_bytes) for run in window.runs]
-        reads = list(whole_pages)
-        writes: list[Range] = []
-        new: list[tuple[Range, torch.Tensor]] = []
-        old: list[tuple[Range, Range]] = []
-        runs: list[tuple[Range, Part, Range, int]] = []
-        blanks: list[Range] = []
-        for part, buffer, values, token in sides:
-            for number, row in enumerate(self._rows):
-                new += self._appends(row, values[number], part, token)
-            for piece in window.hot:
-                assert piece.slot is not None
-                source = piece.slot.range(part.offset + piece.first * token, (piece.last - piece.first) * token)
-                reads.append(source)
-                old.append((self.staging.part_range(buffer, token, piece.row, piece.column, piece.last - piece.first), source))
-            for run, whole in zip(window.runs, whole_pages, strict=True):
-                runs.append((self.staging.part_range(buffer, token, run.row, run.column, run.pages * tokens), part, whole, run.pages))
-            for row_number, columns in window.blank:
-                blanks.append(self.staging.part_range(buffer, token, row_number, 0, columns))
-        writes += [target for target, _ in new]
-        writes += [target for target, _ in old]
-        writes += [target for target, *_ in runs]
-        writes += blanks
-
-        def kernel() -> None:
-            for target, value in new:
-                scatter_tokens(target.raw(), value)
-            for target, source in old:
-                target.raw().copy_(source.raw())
-            for target, part, whole, pages in runs:
-                gather_run(
-                    target.raw(), whole.raw(), start=0, pages=pages, page_bytes=page_bytes,
-                    part_offset=part.offset, part_bytes=part.nbytes,
-                )  # fmt: skip
-            for blank in blanks:
-                blank.raw().zero_()
-
-        self.device.launch(self._compute, f"append and gather layer {layer}", kernel, reads=reads, writes=writes)
-
-    def _appends(self, row: Row, values: torch.Tensor, part: Part, token: int) -> list[tuple[Range, torch.Tensor]]:
-        """The new tokens of a row, cut at page boundaries: (bytes in a tail, ``[heads, tokens, dim]``)."""
-        parts = []
-        tokens = self.layout.page_tokens
-        sealed = len(row.lease.copies)
-        at = row.before
-        while at < row.before + row.new:
-            index, first = divmod(at, tokens)
-            count = min(tokens - first, row.before + row.new - at)
-            source = row.skip + at - row.before
-            slot = row.tails[index - sealed]
-            parts.append((slot.range(part.offset + first * token, count * token), values[:, source : source + count]))
-            at += count
-        return parts
-
-    def _filled(self, k_range: Range, v_range: Range, k: Part, v: Part, seen: int) -> list[Range]:
-        """The ranges of a half that attention reads: the first ``seen`` columns of each row."""
-        ranges = []
-        for whole, part in ((k_range, k), (v_range, v)):
+    def _cold(
+        self, half: Half, plane: Plane, piece: Piece, source: Buffer, start: int
+    ) -> list[tuple[Range, Range]]:
+        """The copies of a piece's K and V, of which ``start`` is the first byte of the page's plane in ``source``."""
+        copies = []
+        for side, part in enumerate((plane.k, plane.v)):
             token = part.nbytes // self.layout.page_tokens
-            for row in range(len(self._rows)):
-                ranges.append(self.staging.part_range(whole.buffer, token, row, 0, seen))
+            if token:
+                to = self.staging.start(side, token, piece.row, piece.column)
+                at = start + side * plane.k.nbytes + piece.first * token
+                nbytes = (piece.last - piece.first) * token
+                copies.append((Range(half.buffer, to, to + nbytes), Range(source, at, at + nbytes)))
+        return copies
+
+    def _filled(self, plane: Plane, half: Half, row: int, columns: int) -> list[Range]:
+        """The first columns of a row in a half: K and V."""
+        ranges = []
+        for side, part in enumerate((plane.k, plane.v)):
+            token = part.nbytes // self.layout.page_tokens
+            at = self.staging.start(side, token, row, 0)
+            ranges.append(Range(half.buffer, at, at + columns * token))
         return ranges
 
-    def _check(self, layer: int, k: torch.Tensor, v: torch.Tensor, k_part: Part, v_part: Part) -> None:
-        rows = len(self._rows)
-        columns = self._columns - self._before
-        for name, x, part, dtype in (("K", k, k_part, self._dtypes[layer][0]), ("V", v, v_part, self._dtypes[layer][1])):
-            want = (rows, part.heads, columns, part.dim)
-            if tuple(x.shape) != want or x.dtype != dtype:
-                raise LayoutError(
-                    f"{name} of layer {layer} is {x.dtype} {tuple(x.shape)}, the store's layout and this step want "
-                    f"{dtype} {want} [rows, heads, tokens, dim]; build the layout with layout_of(model)"
-                )
-            if x.device.type != self.device.torch_device.type:
-                raise LayoutError(f"{name} of layer {layer} is on {x.device}, the store on {self.device.torch_device}; use one device")
+    def _gather(self, window: Window, plane: Plane, half: Half) -> None:
+        """Bring the hot pages' planes and the padding into their places in a half."""
+        page_tokens, page_bytes = self.layout.page_tokens, self.layout.page_bytes
+        staging, target = self.staging, half.buffer.raw()
+        # K and V of equal size go in one copy.
+        sides = 2 if plane.k.nbytes == plane.v.nbytes else 1
+        for side, part in enumerate((plane.k, plane.v)[: 3 - sides]):
+            token = part.nbytes // page_tokens
+            if not token:
+                continue
+            for run in window.runs:
+                gather_run(
+                    target, staging.start(side, token, run.row, run.column),
+                    run.slab.raw(), run.start + part.offset + run.first * token,
+                    pages=run.pages, page_bytes=page_bytes, nbytes=run.tokens * token,
+                    sides=sides, to_side=staging.v_start, start_side=plane.k.nbytes,
+                )  # fmt: skip
+        for row, blank in window.blank:
+            for at in self._filled(plane, half, row, blank):
+                at.raw().zero_()
+
+    def _appends(self, part: Part, values: torch.Tensor) -> list[tuple[Range, torch.Tensor]]:
+        """The new tokens of all rows, cut at page boundaries: (bytes in a tail, ``[heads, tokens, dim]``)."""
+        tokens = self.layout.page_tokens
+        token = part.nbytes // tokens
+        parts: list[tuple[Range, torch.Tensor]] = []
+        if not token:
+            return parts
+        for number, row in enumerate(self._rows):
+            mine = values[number]
+            sealed = len(row.lease.copies)
+            at, stop = row.before, row.before + row.new
+            while at < stop:
+                index, first = divmod(at, tokens)
+                count = min(tokens - first, stop - at)
+                source = row.skip + at - row.before
+                slot = row.tails[index - sealed]
+                whole = count == mine.shape[1]
+                cut = mine if whole else mine[:, source : source + count]
+                parts.append((slot.range(part.offset + first * token, count * token), cut))
+                at += count
+        return parts
+
+    def _check(
+        self, layer: int, name: str, x: torch.Tensor, part: Part, dtype: torch.dtype
+    ) -> None:
+        want = (len(self._rows), part.heads, self._columns - self._before, part.dim)
+        if x.shape != want or x.dtype != dtype:
+            raise LayoutError(
+                f"{name} of layer {layer} is {x.dtype} {tuple(x.shape)}, the store's layout and this step want "
+                f"{dtype} {want} [rows, heads, tokens, dim]; build the layout with layout_of(model)"
+            )
+        if x.device.type != self._device_type:
+            raise LayoutError(
+                f"{name} of layer {layer} is on {x.device}, the store on {self.device.torch_device}; use one device"
+            )

@@ -75,7 +75,8 @@ class Driver:
             out = self._model(
                 input_ids=ids, use_cache=True, logits_to_keep=1, **{self._keyword: self._cache}
             )
-        return out.logits[0, -1]
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
 
     def prefill(self, ids: torch.Tensor, calls: Iterable[Call], advance: Progress) -> torch.Tensor:
         """Make ``calls`` on ``ids`` ``[1, n]``; returns the logits after the last one."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.cost.cliff import DecodeStep, Level
-from kvtier.devices.cards import Card, LinkKind, find_card
+from kvtier.devices.cards import Card, LinkKind
+from kvtier.devices.spec import CardSpec, parse_card
 from kvtier.errors import ConfigError
 from kvtier.units import format_size
 
 #: Sequential reads of an ordinary NVMe drive on PCIe 3.0 x4; assumed, not measured.
 DISK_BANDWIDTH = 3.0e9
+
+#: Bytes of a copy that reaches the full rate of a link.
+LARGE_COPY = 2**30
 
 
 @dataclass(frozen=True)
@@ -58,35 +62,36 @@ class Estimate:
         )
 
 
-def card_of(device_name: str) -> Card | None:
-    """The card in a device's name such as "emulated rtx-4090"; None if the table lacks it."""
+def named_card(device: str, device_name: str) -> CardSpec | None:
+    """The card and link of a device; None if it is none of the table.
+
+    Args:
+        device: as given to ``kvtier.devices.open_device``, e.g. "emulated:rtx-4090,link=pageable".
+        device_name: ``Device.name`` of what that opened, e.g. "cuda:0 NVIDIA GeForce RTX 4090".
+    """
+    kind, _, rest = device.partition(":")
+    if kind == "emulated" and rest:
+        return parse_card(rest)
     try:
-        return find_card(device_name.partition(" ")[2])
+        return parse_card(device_name.partition(" ")[2])
     except ConfigError:
         return None
 
 
 def estimate(
-    card: Card,
-    *,
-    weight_bytes: float,
-    kv_bytes: float,
-    link_bytes: float,
-    disk_bytes: float,
-    pinned: bool,
+    spec: CardSpec, *, weight_bytes: float, kv_bytes: float, link_bytes: float, disk_bytes: float
 ) -> Estimate:
-    """Bytes that one decode step reads, as ``DecodeStep`` names them, on ``card``."""
-    kind: LinkKind = "pinned" if pinned else "pageable"
+    """Bytes that one decode step reads, as ``DecodeStep`` names them, on the card of ``spec``."""
     step = DecodeStep(
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         link_bytes=min(link_bytes, kv_bytes),
         disk_bytes=min(disk_bytes, kv_bytes),
-        vram_bw=card.memory_bandwidth,
-        link_bw=card.link(kind).rate,
+        vram_bw=spec.card.memory_bandwidth,
+        link_bw=spec.link.rate("h2d", LARGE_COPY, pinned=spec.kind != "pageable"),
         disk_bw=DISK_BANDWIDTH,
     )
-    return Estimate(card, kind, step)
+    return Estimate(spec.card, spec.kind, step)
 
 
 def moved_words(per_token: dict[str, float]) -> str:

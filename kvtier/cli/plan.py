@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtier.cli.offload import Estimate, card_of, estimate
+from kvtier.cli.offload import Estimate, estimate
 from kvtier.cli.options import RunOptions
+from kvtier.devices.spec import CardSpec
 from kvtier.errors import ConfigError
 from kvtier.units import format_size
 
@@ -54,19 +55,13 @@ def plan_sizes(options: RunOptions, layout: PageLayout, prompt_tokens: int) -> P
     return Plan(vram, host, disk, min(wanted, room), kv_bytes)
 
 
-def expected(
-    plan: Plan, layout: PageLayout, device_name: str, weight_bytes: int
-) -> Estimate | None:
-    """A decode step at the full length, if every tier is full; None for an unknown card."""
-    card = card_of(device_name)
-    if card is None:
-        return None
+def expected(plan: Plan, spec: CardSpec, weight_bytes: int) -> Estimate:
+    """A decode step at the full length, with the fast tiers full, on a named card."""
     outside = max(0, plan.kv_bytes - plan.vram)
     return estimate(
-        card,
+        spec,
         weight_bytes=weight_bytes,
         kv_bytes=plan.kv_bytes,
         link_bytes=outside,
         disk_bytes=max(0, outside - plan.host),
-        pinned=True,
     )

@@ -13,11 +13,12 @@ from kvtier.cli.display import Display
 from kvtier.cli.generate import Driver, Generation, chunk_calls, stop_tokens
 from kvtier.cli.history import Call, History, Run, Source
 from kvtier.cli.inputs import load_model, need_transformers, numerics, prompt_ids, weights_read
-from kvtier.cli.offload import card_of, estimate
+from kvtier.cli.offload import estimate, named_card
 from kvtier.cli.options import RunOptions
 from kvtier.cli.plan import Plan, expected, plan_sizes
 from kvtier.cli.report import LINKS, Report
 from kvtier.cli.verify import Comparison, compare, reference
+from kvtier.devices.spec import CardSpec
 from kvtier.errors import OffloadWarning
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class _Job:
             self.layout = layout_of(self.model, page_tokens=options.page_tokens)
             plan = plan_sizes(options, self.layout, self.ids.shape[1])
             self.weight_bytes = weights_read(self.model)
-            planned = expected(plan, self.layout, device.name, self.weight_bytes)
+            spec = named_card(options.device, device.name)
+            planned = expected(plan, spec, self.weight_bytes) if spec is not None else None
             warning = planned.warning(plan.kv_bytes) if planned is not None else None
             if warning is not None:
                 warnings.warn(warning, OffloadWarning, stacklevel=2)
@@ -122,7 +124,7 @@ class _Job:
             if history is not None:
                 done = outcome.generation
                 history.finish(record, done.tokens, done.ttft_s, outcome.restored)
-            report = self._report(outcome, plan, cache, store.stats(), device.name)
+            report = self._report(outcome, plan, cache, store.stats(), device.name, spec)
         report.text = tokenizer.decode(outcome.generation.tokens, skip_special_tokens=True)
         report.cold_ttft_s = record.cold_ttft_s
         report.flush_s = flush_s
@@ -165,20 +167,24 @@ class _Job:
         return _Outcome(generation, restored, source, calls, moved)
 
     def _report(
-        self, outcome: _Outcome, plan: Plan, cache: Any, stats: Any, device_name: str
+        self,
+        outcome: _Outcome,
+        plan: Plan,
+        cache: Any,
+        stats: Any,
+        device_name: str,
+        spec: CardSpec | None,
     ) -> Report:
         done, prompt_tokens = outcome.generation, self.ids.shape[1]
         kv_bytes = self.layout.sequence_bytes(prompt_tokens + len(done.tokens))
-        card = card_of(device_name)
         measured = None
-        if card is not None:
+        if spec is not None:
             measured = estimate(
-                card,
+                spec,
                 weight_bytes=self.weight_bytes,
                 kv_bytes=kv_bytes,
                 link_bytes=outcome.moved["host->vram"],
                 disk_bytes=outcome.moved["disk->host"],
-                pinned=True,
             )
         return Report(
             model=self.options.model or "SmolLM2-135M-Instruct",

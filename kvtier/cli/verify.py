@@ -56,7 +56,7 @@ def reference(
     import torch
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     if restored and hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()  # without it a full sliding window cannot be cut back
     driver = Driver(model, cache)

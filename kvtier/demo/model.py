@@ -7,6 +7,7 @@ transformers loads in a second, kept in the user's cache and named after the con
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -114,7 +115,7 @@ def load_folder(path: str | Path, dtype: str = "auto") -> tuple[Any, Any]:
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
             f"transformers is missing ({error}); run: pip install 'kvtier[transformers]'"

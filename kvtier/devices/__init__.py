@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 def open_device(spec: str = "auto") -> Device:
     """A device from ``cuda``, ``cuda:N``, ``emulated``, ``emulated:CARD`` or ``auto`` (CUDA if there is one).
 
+    CARD is a name, numbers, or both: ``emulated:rtx-4060-ti-16gb,link=fallback``; see
+    ``kvtier.devices.spec``.
+
     Raises:
         ConfigError: an unknown kind or card, or CUDA where there is none.
     """
@@ -29,4 +32,6 @@ def open_device(spec: str = "auto") -> Device:
         from kvtier.devices.emulated import EmulatedDevice
 
         return EmulatedDevice(rest) if rest else EmulatedDevice()
-    raise ConfigError(f"device {spec!r} is unknown; use auto, cuda, cuda:N, emulated or emulated:CARD")
+    raise ConfigError(
+        f"device {spec!r} is unknown; use auto, cuda, cuda:N, emulated or emulated:CARD"
+    )

@@ -148,7 +148,14 @@ class Device(ABC):
         """Run ``kernel`` (torch code or a compiled kernel on ``Range.raw()`` views) in stream order."""
 
     @abstractmethod
-    def use(self, stream: Stream, name: str, *, reads: Sequence[Range] = (), writes: Sequence[Range] = ()) -> None:
+    def use(
+        self,
+        stream: Stream,
+        name: str,
+        *,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
         """Announce torch work that the caller itself is about to put on ``stream``, its compute stream.
 
         Raises:

@@ -13,7 +13,7 @@ import csv
 import difflib
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Literal, get_args
 
@@ -51,6 +51,24 @@ _FALLBACK_SOURCE = (
 )
 
 
+#: Free memory left alone: Windows drivers page VRAM out instead of failing, so running full is a
+#: cliff and not an error.
+MARGIN_SHARE = 0.08
+MARGIN_BYTES = 512 * 2**20
+
+#: Share of the peak memory bandwidth that streaming reads of weights and KV reach: 0.82-0.85 on an
+#: H100 (KV), 0.74-0.82 on GDDR cards (llama.cpp, Q4_K_M weights), 0.80 in inference-sim 415.
+VRAM_EFFICIENCY = 0.8
+
+#: Seconds from a kernel's turn to its first byte; assumed.
+KERNEL_START_S = 4e-6
+
+
+def vram_margin(free_bytes: int) -> int:
+    """Bytes of free VRAM that are never handed out."""
+    return round(max(MARGIN_SHARE * free_bytes, MARGIN_BYTES))
+
+
 @dataclass(frozen=True)
 class LinkClass:
     """One way to reach host memory: a likely rate in bytes/s, the band ``low..high``, and the
@@ -82,6 +100,7 @@ class LinkModel:
             pieces run at 4-7 GB/s below 28 KiB a piece whatever the link (vLLM PR 42212).
         duplex: rate of each direction while both are busy; 83.4 of 2 x 50 GB/s (vLLM blog
             2026-01-08). pageable_factor, pageable_limit: what is left of the rate without pinning.
+        engines: copy engines; with 1 the directions take turns.
     """
 
     h2d: float
@@ -90,12 +109,37 @@ class LinkModel:
     per_call_s: float = 6e-6
     start_s: float = 8e-6
     per_piece_s: float = 0.15e-6
-    small_piece_bytes: int = 28 * 1024
+    small_piece_bytes: float = 28 * 1024
     small_piece_count: int = 16
     small_piece_rate: float = 6.5e9
     duplex: float = 0.83
     pageable_factor: float = 0.45
     pageable_limit: float = 8e9
+    engines: int = 2
+
+    def __post_init__(self) -> None:
+        if not (self.h2d > 0 and self.d2h > 0 and self.pageable_limit > 0):
+            raise ConfigError(
+                f"a link of {self.h2d} and {self.d2h} bytes/s; rates must be positive"
+            )
+        if not 0.0 < self.duplex <= 1.0:
+            raise ConfigError(f"duplex is {self.duplex}; it must lie in (0, 1]")
+        if self.engines not in (1, 2):
+            raise ConfigError(
+                f"engines is {self.engines}; give 1 (both directions take turns) or 2 (one each)"
+            )
+
+    def scaled(self, factor: float) -> LinkModel:
+        """The link for data that was made ``factor`` times as large: the same seconds for the same
+        copies. Rates and sizes are multiplied, latencies and counts stay."""
+        return replace(
+            self,
+            h2d=self.h2d * factor,
+            d2h=self.d2h * factor,
+            small_piece_bytes=self.small_piece_bytes * factor,
+            small_piece_rate=self.small_piece_rate * factor,
+            pageable_limit=self.pageable_limit * factor,
+        )
 
     def rate(
         self, direction: Direction, nbytes: int, pieces: int = 1, pinned: bool = True
@@ -135,6 +179,7 @@ class Card:
         memory_bandwidth: peak rate of its memory; 80-92 % of it is reached by streaming reads.
         bf16_flops: dense bf16 (or fp16) tensor peak; None if unknown.
         pcie_gen, pcie_lanes: the host link; None for ``unified`` cards, whose memory is the host's.
+        pinned_rate: bytes/s of large pinned copies where they were measured; else from the table.
         source: where memory size, bandwidth and link come from.
         flops_source: where ``bf16_flops`` comes from.
         note: what to know about the numbers.
@@ -150,6 +195,7 @@ class Card:
     source: str = ""
     flops_source: str = ""
     note: str = ""
+    pinned_rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.vram_bytes <= 0 or self.memory_bandwidth <= 0:
@@ -157,6 +203,12 @@ class Card:
                 f"card {self.name!r} has {self.vram_bytes} bytes of memory at "
                 f"{self.memory_bandwidth} bytes/s; both must be positive"
             )
+        if self.pinned_rate is not None:
+            if not self.pinned_rate > 0:
+                raise ConfigError(
+                    f"card {self.name!r} has a link of {self.pinned_rate} bytes/s; it must be > 0"
+                )
+            return
         if not self.unified and (self.pcie_gen not in _LANE_RATE or not self.pcie_lanes):
             raise ConfigError(
                 f"card {self.name!r} has PCIe generation {self.pcie_gen!r} and {self.pcie_lanes!r} "
@@ -179,7 +231,7 @@ class Card:
         """
         if kind not in get_args(LinkKind):
             raise ConfigError(f"link kind {kind!r} is unknown; use {', '.join(get_args(LinkKind))}")
-        if self.unified:
+        if self.unified and self.pinned_rate is None:
             half = self.memory_bandwidth / 2
             source = "half the memory bandwidth: a copy inside one memory reads and writes"
             return LinkClass(kind, half, 0.7 * half, half, source)
@@ -194,12 +246,29 @@ class Card:
             kind, min(0.3 * pinned, 4e9), min(low, 3e9), min(high, 6e9), _FALLBACK_SOURCE
         )
 
-    def link_model(self) -> LinkModel:
-        """The copy-time model of this card's pinned link, equal in both directions."""
-        rate = self.link("pinned").rate
-        return LinkModel(h2d=rate, d2h=rate)
+    def link_model(self, kind: LinkKind = "pinned", rate: float | None = None) -> LinkModel:
+        """The copy-time model of this card's link, equal in both directions.
+
+        ``pageable`` is the pinned link used from memory that is not pinned (the emulated device
+        gives such memory); ``fallback`` is a link at the driver's paging rate for every copy.
+
+        Args:
+            rate: bytes/s that large copies of that kind reach, if it is not to be the table's.
+        """
+        likely = self.link(kind).rate if rate is None else rate
+        if kind != "pageable":
+            return LinkModel(h2d=likely, d2h=likely)
+        pinned = max(likely, self.link("pinned").rate)
+        return LinkModel(h2d=pinned, d2h=pinned, pageable_factor=1.0, pageable_limit=likely)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that may be handed out: all of it less ``vram_margin``."""
+        return self.vram_bytes - vram_margin(self.vram_bytes)
 
     def _pinned_rate(self) -> tuple[float, str]:
+        if self.pinned_rate is not None:
+            return self.pinned_rate, "given with the card"
         assert self.pcie_gen is not None
         assert self.pcie_lanes is not None
         known = _PINNED_RATE.get((self.pcie_gen, self.pcie_lanes))

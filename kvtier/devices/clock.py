@@ -82,12 +82,16 @@ class VirtualClock:
 
     Args:
         duplex: rate of each copy direction while both are busy, 0..1.
+        engines: 2, one a direction, or 1 that both take turns on.
     """
 
-    def __init__(self, duplex: float) -> None:
+    def __init__(self, duplex: float, engines: int = 2) -> None:
         self.now = 0.0
         self._duplex = duplex
         self._running: list[Work] = []
+        shared = engines == 1
+        #: Direction -> the engine that does its copies.
+        self._engine = {"h2d": "h2d", "d2h": "h2d" if shared else "d2h"}
         self._waiting: dict[str, deque[Work]] = {"h2d": deque(), "d2h": deque()}
         self._occupied = {"h2d": False, "d2h": False}
 
@@ -101,6 +105,13 @@ class VirtualClock:
         until = self.now + seconds
         while self._step(until):
             pass
+
+    def rest(self, seconds: float) -> None:
+        """The host does something else for ``seconds``."""
+        self.spend(seconds)
+
+    def close(self) -> None:
+        """Time ends here."""
 
     def run_until(self, point: Point, deadline_s: float) -> bool:
         """Move time to where ``point`` is reached; False, and time at the deadline, if it is not
@@ -166,14 +177,15 @@ class VirtualClock:
         if finish is not None:
             finish(work)
         if work.engine != "vram":
-            self._occupied[work.engine] = False
-            if self._waiting[work.engine]:
-                self._start(self._waiting[work.engine].popleft())
+            engine = self._engine[work.engine]
+            self._occupied[engine] = False
+            if self._waiting[engine]:
+                self._start(self._waiting[engine].popleft())
         self._pump(queue)
 
     def _start(self, work: Work) -> None:
         if work.engine != "vram":
-            self._occupied[work.engine] = True
+            self._occupied[self._engine[work.engine]] = True
         work.start_s = self.now
         self._running.append(work)
         begin, work.begin = work.begin, None
@@ -192,8 +204,9 @@ class VirtualClock:
                     items.popleft()
                     item.queue = queue
                     queue.busy = True
-                    if item.engine != "vram" and self._occupied[item.engine]:
-                        self._waiting[item.engine].append(item)
+                    engine = self._engine.get(item.engine)
+                    if engine is not None and self._occupied[engine]:
+                        self._waiting[engine].append(item)
                     else:
                         self._start(item)
                 elif isinstance(item, Hold):

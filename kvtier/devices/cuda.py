@@ -2,7 +2,15 @@
 
 Host memory is our own anonymous mapping, registered with the driver: torch's and CuPy's pinned
 allocators round up to a power of two, and a mapping can be pinned a slab at a time, in exactly its
-size.
+size. The host tier asks for its slabs (about 32 MiB) when it grows, so memory is pinned in chunks
+and not before it is used; a chunk that cannot be pinned is pageable, and that is said once.
+
+A copy is submitted by the size of its pieces:
+
+* one contiguous piece, a whole page as a rule: one DMA;
+* several pieces of 32 KiB or more: one ``cudaMemcpyBatchAsync`` where the driver and cuda-bindings
+  have it (``kvtier.devices.batch``), else one call a run of pieces with equal pitch;
+* smaller pieces: ``small_copy``, a gather or scatter kernel, if one was given; else as above.
 """
 
 from __future__ import annotations
@@ -18,7 +26,9 @@ from typing import Any, cast
 import torch
 
 from kvtier.devices.base import Buffer, Device, Event, MemoryKind, Range, Stream
-from kvtier.devices.parts import Run, check_range, direction_of, merge, runs
+from kvtier.devices.batch import BatchCopy, find_batch_copy
+from kvtier.devices.cards import Direction, vram_margin
+from kvtier.devices.parts import Piece, Run, check_range, direction_of, merge, runs
 from kvtier.errors import (
     ClosedError,
     ConfigError,
@@ -29,10 +39,13 @@ from kvtier.errors import (
 )
 from kvtier.units import format_size, parse_size
 
-#: Free memory left alone: Windows drivers page VRAM out instead of failing, so running full is a
-#: cliff and not an error.
-MARGIN_SHARE = 0.08
-MARGIN_BYTES = 512 * 2**20
+#: Pieces from this size on go through the copy engine one by one: below, submitting (0.5 us a piece)
+#: and the engine (4-7 GB/s under 28 KiB, vLLM PR 42212) cost more than a kernel.
+BATCH_PIECE_BYTES = 32 * 1024
+
+#: Copies pieces smaller than that on a torch stream: ``(pieces, direction, stream) -> done``. False
+#: leaves them to the copy engine.
+SmallCopy = Callable[[Sequence[Piece], Direction, Any], bool]
 
 #: cudaHostRegisterPortable: pinned for all CUDA contexts of the process.
 _PORTABLE = 1
@@ -129,18 +142,24 @@ class CudaDevice(Device):
     Args:
         index: the card's number, also as text.
         vram_bytes: what ``alloc`` may hand out in all, in bytes or as text ("2GiB"). Default: the
-            memory
-            that is free now less 8 % of it, at least 512 MiB.
+            memory that is free now less 8 % of it, at least 512 MiB.
+        small_copy: copies of many small pieces; see the module.
 
     Raises:
         ConfigError: no CUDA, no card of that number, or no memory left on it.
     """
 
-    def __init__(self, index: int | str = 0, *, vram_bytes: int | str | None = None) -> None:
+    def __init__(
+        self,
+        index: int | str = 0,
+        *,
+        vram_bytes: int | str | None = None,
+        small_copy: SmallCopy | None = None,
+    ) -> None:
         self._index = _card_index(index)
         self._torch_device = torch.device("cuda", self._index)
         free, total = _cuda.mem_get_info(self._index)
-        margin = round(max(MARGIN_SHARE * free, MARGIN_BYTES))
+        margin = vram_margin(free)
         self._capacity = (
             free - margin if vram_bytes is None else parse_size(vram_bytes, "vram_bytes")
         )
@@ -159,6 +178,8 @@ class CudaDevice(Device):
         # torch reuses a freed block in the order of the stream it came from. With a stream of its
         # own, an allocation never meets work of others that is still pending on its block.
         self._alloc_stream = _cuda.Stream(self._torch_device)
+        self._small_copy = small_copy
+        self._batch: BatchCopy | None = find_batch_copy()
 
     @property
     def torch_device(self) -> torch.device:
@@ -238,11 +259,35 @@ class CudaDevice(Device):
         for piece in pieces:
             self._mine(piece.dst)
             self._mine(piece.src)
+        grouped = runs(pieces, direction)
+        if len(grouped) > 1 and self._copy_together(pieces, direction, cuda):
+            return
         with _cuda.stream(cuda):
-            for run in runs(pieces, direction):
+            for run in grouped:
                 pinned = "pageable" not in (run.first.dst.kind, run.first.src.kind)
                 dst, src = _views(run)
                 dst.copy_(src, non_blocking=pinned)
+
+    def _copy_together(self, pieces: Sequence[Piece], direction: Direction, cuda: Any) -> bool:
+        """Copy pieces that torch would need several calls for in one; False if that is not
+        possible here. Pageable memory is left to torch, which waits for it."""
+        if any("pageable" in (piece.dst.kind, piece.src.kind) for piece in pieces):
+            return False
+        if min(piece.nbytes for piece in pieces) < BATCH_PIECE_BYTES:
+            return self._small_copy is not None and self._small_copy(pieces, direction, cuda)
+        # The driver refuses batches on the legacy default stream, whose handle is 0.
+        if self._batch is None or not int(cuda.cuda_stream):
+            return False
+        with _cuda.device(self._index):
+            done = self._batch(
+                [piece.dst.raw().data_ptr() + piece.dst_start for piece in pieces],
+                [piece.src.raw().data_ptr() + piece.src_start for piece in pieces],
+                [piece.nbytes for piece in pieces],
+                int(cuda.cuda_stream),
+            )
+        if not done:
+            self._batch = None
+        return done
 
     def launch(
         self,

@@ -6,6 +6,13 @@ in the virtual time of ``kvtier.devices.clock``; every access is checked by happ
 over. Bytes arrive when their copy *ends*; until then, and after a failed copy, the destination is
 0xFF, which is NaN in float16, bfloat16 and float8_e4m3fn. All times it reports are simulated,
 never measured.
+
+With ``scale`` a large card is stressed in little memory: whoever makes all data ``scale`` times as
+large gets the times of the full size. Scaled are bytes and bytes/s: the VRAM limit (``vram_bytes``
+is given at full size), the memory bandwidth, the compute rate, the link's rates and its small-piece
+threshold. Not scaled are seconds and counts: latencies, costs of calls, numbers of pieces, faults.
+``payload=False`` keeps no bytes at all, so that full sizes need no memory: limits, races, damage
+and times are as usual, kernels do not run, and tensors are on torch's meta device.
 """
 
 from __future__ import annotations
@@ -13,43 +20,38 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from kvtier.devices.base import Buffer, Device, Event, MemoryKind, Range, Stream
-from kvtier.devices.cards import DEFAULT_CARD, Card, LinkModel, find_card
-from kvtier.devices.clock import Engine, Hold, Point, VirtualClock, Work
+from kvtier.devices.base import Buffer, Device, Event, Range, Stream
+from kvtier.devices.cards import DEFAULT_CARD, KERNEL_START_S, Card, LinkModel
+from kvtier.devices.clock import Engine, VirtualClock
 from kvtier.devices.faults import Faults
 from kvtier.devices.handles import EmulatedBuffer, EmulatedEvent, EmulatedStream
-from kvtier.devices.operations import Books, Operation, Span, raise_first, require
-from kvtier.devices.parts import (
-    Piece,
-    check_range,
-    direction_of,
-    merge,
-    overlap,
-    runs,
-    spans,
+from kvtier.devices.heap import Heap
+from kvtier.devices.operations import (
+    Books,
+    Operation,
+    Span,
+    raise_first,
+    refuse_damaged,
+    require,
+    transfer,
 )
-from kvtier.devices.races import Access, Clock, join
-from kvtier.errors import (
-    ClosedError,
-    ConfigError,
-    CopyFailedError,
-    DeadlineExceededError,
-    DeviceOOMError,
-    OffloadWarning,
-    RaceError,
-)
-from kvtier.units import format_size, parse_size
+from kvtier.devices.parts import check_range, direction_of, merge, overlap, runs, spans
+from kvtier.devices.spec import CardSpec, parse_card
+from kvtier.devices.timeline import Timeline
+from kvtier.devices.trace import chrome_trace, write_trace
+from kvtier.devices.wall import WallClock
+from kvtier.errors import ClosedError, ConfigError, RaceError
+from kvtier.units import parse_size
 
-#: Seconds from a kernel's turn to its first byte; assumed.
-KERNEL_START_S = 4e-6
-#: Seconds that recording, waiting for or querying an event takes the host; assumed.
-EVENT_CALL_S = 1e-6
+#: ``(reads, writes) -> bytes``; each a list of (buffer, start, stop), disjoint and in order.
+Traffic = Callable[[Sequence[Span], Sequence[Span]], int]
 
 
 class EmulatedDevice(Device):
@@ -59,13 +61,21 @@ class EmulatedDevice(Device):
     waited for counts as ordered for the others too.
 
     Args:
-        card: name of a card in ``gpus.csv``, or a Card.
+        card: a Card, or text for ``kvtier.devices.spec.parse_card``: a name of ``gpus.csv``,
+            numbers, or both. With ``link=pageable`` no host memory is pinned.
         vram_bytes: limit of ``alloc`` in bytes or as text ("2GiB"); default the card's memory.
         link: copy-time model; default the card's.
         check_races: False skips all race checks; uses after free and failed copies are still found.
         pinned: False emulates a host where no memory can be pinned.
         faults: what goes wrong, and when; more can be added to it while the device runs.
         trace_limit: newest operations kept in ``trace``.
+        scale: see the module; in (0, 1].
+        payload: see the module.
+        efficiency: share of the card's memory bandwidth that kernels reach.
+        traffic: bytes that a kernel or torch work moves, from the ranges that it declares; default
+            their sum. For work that declares more, or moves it more often, than that.
+        clock: ``virtual``, or ``wall`` (see ``kvtier.devices.wall``) with ``dilation`` real seconds
+            a second.
     """
 
     def __init__(
@@ -78,47 +88,77 @@ class EmulatedDevice(Device):
         pinned: bool = True,
         faults: Faults | None = None,
         trace_limit: int = 4096,
+        scale: float = 1.0,
+        payload: bool = True,
+        efficiency: float = 1.0,
+        traffic: Traffic | None = None,
+        clock: Literal["virtual", "wall"] = "virtual",
+        dilation: float = 1.0,
     ) -> None:
-        self.card = find_card(card) if isinstance(card, str) else card
+        for what, value in (("scale", scale), ("efficiency", efficiency)):
+            if not 0.0 < value <= 1.0:
+                raise ConfigError(f"{what} is {value}; it must lie in (0, 1]")
+        if clock not in ("virtual", "wall"):
+            raise ConfigError(f"clock is {clock!r}; use virtual or wall")
+        if isinstance(card, str):
+            spec = parse_card(card)
+        else:
+            spec = CardSpec(card, "pinned", card.link_model())
+        self.card = spec.card
+        self.scale = scale
         self.name = f"emulated {self.card.slug}"
-        self.link = self.card.link_model() if link is None else link
+        self.link = (spec.link if link is None else link).scaled(scale)
         self.faults = Faults() if faults is None else faults
+        self.has_payload = payload
+        self._bandwidth = self.card.memory_bandwidth * efficiency * scale
+        self._traffic = traffic
         self._books = Books(trace_limit)
-        self.stats = self._books.stats
         self.trace = self._books.trace
-        self._capacity = (
-            self.card.vram_bytes if vram_bytes is None else parse_size(vram_bytes, "vram_bytes")
+        full = self.card.vram_bytes if vram_bytes is None else parse_size(vram_bytes, "vram_bytes")
+        self._heap = Heap(
+            self,
+            capacity=round(full * scale),
+            link=self.link,
+            pin=pinned and spec.kind != "pageable",
+            payload=payload,
+            faults=self.faults,
         )
         self._check_races = check_races
-        self._pin = pinned
         self._lock = threading.RLock()
         self._local = threading.local()
-        self._clock = VirtualClock(self.link.duplex)
-        self._host: Clock = []
-        self._streams: dict[str, EmulatedStream] = {}
-        self._buffers: set[EmulatedBuffer] = set()
-        self._used = self._pinned_bytes = self._host_bytes = 0
-        self._operations = self._allocations = 0
-        self._warned = self._closed = self._in_kernel = False
+        self._clock = (
+            VirtualClock(self.link.duplex, self.link.engines)
+            if clock == "virtual"
+            else WallClock(self.link.duplex, self.link.engines, self._lock, dilation)
+        )
+        self._time = Timeline(self, self._clock, check_races)
+        self._operations = 0
+        self._closed = self._in_kernel = False
 
     # memory
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cpu")
+        return torch.device("cpu" if self.has_payload else "meta")
 
     @property
     def capacity_bytes(self) -> int:
-        return self._capacity
+        return self._heap.capacity
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        return self._heap.used
 
     @property
     def host_bytes(self) -> int:
         """Host memory handed out now, pinned and pageable."""
-        return self._host_bytes
+        return self._heap.host
+
+    @property
+    def stats(self) -> Any:
+        """``DeviceStats`` since the device was opened."""
+        self._books.stats.peak_bytes = self._heap.peak
+        return self._books.stats
 
     @property
     def now_s(self) -> float:
@@ -127,58 +167,34 @@ class EmulatedDevice(Device):
 
     def alloc(self, nbytes: int) -> EmulatedBuffer:
         with self._entered():
-            _positive(nbytes)
-            free = self._capacity - self._used
-            injected = self.faults.on_alloc()
-            if nbytes > free or injected:
-                raise DeviceOOMError(
-                    f"{self.name} cannot give {format_size(nbytes)}: {format_size(free)} of "
-                    f"{format_size(self._capacity)} are free{' (injected fault)' * injected}; "
-                    "lower the VRAM budget of the cache, or free buffers first"
-                )
-            buffer = self._make(nbytes, "vram")
-            self._used += nbytes
-            self.stats.peak_bytes = max(self.stats.peak_bytes, self._used)
-            return buffer
+            return self._heap.vram(nbytes)
 
     def alloc_host(self, nbytes: int) -> EmulatedBuffer:
         with self._entered():
-            _positive(nbytes)
-            pinned = self._pin and self.faults.may_pin(self._pinned_bytes + nbytes)
-            if not pinned:
-                self._warn_pageable(nbytes)
-            buffer = self._make(nbytes, "pinned" if pinned else "pageable")
-            self._host_bytes += nbytes
-            self._pinned_bytes += nbytes if pinned else 0
-            return buffer
+            return self._heap.on_host(nbytes)
+
+    def reserve(self, nbytes: int, *, host: bool = False) -> EmulatedBuffer:
+        """Memory that counts, and that operations may declare, but that holds no bytes: weights, for
+        example. VRAM, or host memory with ``host``. Raises as ``alloc``."""
+        with self._entered():
+            make = self._heap.on_host if host else self._heap.vram
+            return make(nbytes, payload=False)
 
     def free(self, buffer: Buffer) -> None:
         with self._lock:
             if self._closed:
                 return
             self._no_kernel()
-            mine = self._mine(buffer)
+            mine = self._heap.mine(buffer)
             if self._check_races:
-                mine.log.write(0, mine.nbytes, self._host, None, "free()")
-            mine.drop(f"freed at {self._clock.now:.6f} s of virtual time")
-            self._buffers.remove(mine)
-            if mine.kind == "vram":
-                self._used -= mine.nbytes
-            else:
-                self._host_bytes -= mine.nbytes
-                self._pinned_bytes -= mine.nbytes if mine.kind == "pinned" else 0
+                mine.log.write(0, mine.nbytes, self._time.host, None, "free()")
+            self._heap.free(mine, f"freed at {self._clock.now:.6f} s of virtual time")
 
     # streams
 
     def stream(self, name: str) -> EmulatedStream:
         with self._entered():
-            found = self._streams.get(name)
-            if found is None:
-                for clock in (self._host, *(stream.clock for stream in self._streams.values())):
-                    clock.append(0)
-                found = EmulatedStream(self, name, len(self._streams), list(self._host))
-                self._streams[name] = found
-            return found
+            return self._time.stream(name)
 
     def compute_stream(self) -> EmulatedStream:
         entered: list[EmulatedStream] | None = getattr(self._local, "streams", None)
@@ -197,8 +213,8 @@ class EmulatedDevice(Device):
         with self._entered():
             deadline = self._clock.now + timeout_s
             errors: list[Exception] = []
-            for event in [stream.record() for stream in self._streams.values()]:
-                self._reach(event, deadline, timeout_s)
+            for event in [stream.record() for stream in self._time.streams.values()]:
+                self._time.reach(event, deadline, timeout_s)
                 errors += event.errors
             raise_first(errors)
 
@@ -215,24 +231,32 @@ class EmulatedDevice(Device):
                 return
             reads = self._spans([(p.src, p.src_start, p.src_start + p.nbytes) for p in pieces])
             writes = self._spans([(p.dst, p.dst_start, p.dst_start + p.nbytes) for p in pieces])
-            if self._check_races and (at := overlap(pieces)) is not None:
-                raise RaceError(f"parts of a {direction} copy overlap at byte {at}, without order")
+            nbytes = sum([piece.nbytes for piece in pieces])
+            # Between two memories only destinations can meet, and then their spans are shorter.
+            if direction == "d2d" or sum([stop - start for _, start, stop in writes]) != nbytes:
+                at = overlap(pieces) if self._check_races else None
+                if at is not None:
+                    raise RaceError(
+                        f"parts of a {direction} copy overlap at byte {at}, without order"
+                    )
             operation = self._operation(queue, "copy", direction, reads, writes)
-            self._order(operation)
-            operation.nbytes = nbytes = sum(piece.nbytes for piece in pieces)
+            self._time.order(operation)
+            operation.nbytes = nbytes
             operation.overwrites = True
             fault = self.faults.on_copy(direction)
-            operation.action = partial(_transfer, operation, pieces, fault.fails)
+            operation.action = partial(transfer, operation, pieces, fault.fails)
             pinned = all(buffer.kind != "pageable" for buffer, _, _ in (*reads, *writes))
             engine: Engine = "vram" if direction == "d2d" else direction
             if direction == "d2d":
                 seconds = self._vram_s(2 * nbytes)
             else:
+                rate = self.link.rate(direction, nbytes, len(pieces), pinned)
                 seconds = self.link.device_s(direction, nbytes, len(pieces), pinned)
+                seconds += (fault.slowdown - 1.0) * nbytes / rate
             cost = self.link.host_s(len(runs(pieces, direction)))
-            self._submit(operation, engine, seconds + fault.stall_s, cost)
+            self._time.submit(operation, engine, seconds + fault.stall_s, cost)
             if not pinned:
-                self._finish_queue(queue)
+                self._time.finish(queue)
 
     def launch(
         self,
@@ -255,9 +279,35 @@ class EmulatedDevice(Device):
                 queue, "kernel", name, self._ranges(reads), self._ranges(writes)
             )
             self._refuse_damaged(operation)
-            self._order(operation)
-            operation.action = partial(self._run, kernel)
-            self._submit(operation, "vram", self._vram_s(operation.nbytes), self.link.submit_s)
+            self._time.order(operation)
+            if self.has_payload:
+                operation.action = partial(self._run, kernel)
+            self._time.submit(operation, "vram", self._kernel_s(operation), self.link.submit_s)
+
+    def compute(
+        self,
+        stream: Stream,
+        name: str,
+        *,
+        nbytes: float,
+        flops: float = 0.0,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        """A kernel of which only the time matters: the longer of ``nbytes`` of memory traffic and
+        ``flops`` at the card's peak (left out where the table has none), both at full size scaled
+        like the device. Declares and checks ranges as ``launch``."""
+        with self._entered():
+            operation = self._operation(
+                self._own(stream), "kernel", name, self._ranges(reads), self._ranges(writes)
+            )
+            self._refuse_damaged(operation)
+            self._time.order(operation)
+            seconds = self._vram_s(nbytes)
+            if flops and self.card.bf16_flops:
+                rate = self.card.bf16_flops * self.scale
+                seconds = max(seconds, KERNEL_START_S + flops / rate)
+            self._time.submit(operation, "vram", seconds, self.link.submit_s)
 
     def use(
         self,
@@ -276,18 +326,18 @@ class EmulatedDevice(Device):
                 queue, "torch work", name, self._ranges(reads), self._ranges(writes)
             )
             self._clock.spend(self.link.submit_s)
-            self._finish_queue(queue)
+            self._time.finish(queue)
             self._refuse_damaged(operation)
-            self._order(operation)
+            self._time.order(operation)
             for buffer, start, stop in operation.writes:
                 buffer.damage.clear(start, stop)
-            self._submit(operation, "vram", self._vram_s(operation.nbytes), 0.0)
+            self._time.submit(operation, "vram", self._kernel_s(operation), 0.0)
 
     def host(self, at: Range, *, write: bool = False) -> torch.Tensor:
         """See ``Device.host``. Raises RaceError if work that touches the bytes was not waited for,
         and CopyFailedError for reading what a failed copy should have written."""
         with self._entered():
-            buffer = self._mine(at.buffer)
+            buffer = self._heap.mine(at.buffer)
             check_range(at)
             if buffer.kind == "vram":
                 raise ConfigError(
@@ -295,9 +345,9 @@ class EmulatedDevice(Device):
                 )
             if self._check_races:
                 if write:
-                    buffer.log.write(at.start, at.stop, self._host, None)
+                    buffer.log.write(at.start, at.stop, self._time.host, None)
                 else:
-                    buffer.log.read(at.start, at.stop, self._host, None, self._host)
+                    buffer.log.read(at.start, at.stop, self._time.host, None, self._time.host)
             if write:
                 buffer.damage.clear(at.start, at.stop)
             else:
@@ -309,7 +359,16 @@ class EmulatedDevice(Device):
         with self._entered():
             if not 0.0 <= seconds < math.inf:
                 raise ConfigError(f"host work of {seconds} s; give a finite time >= 0")
-            self._clock.spend(seconds)
+            self._clock.rest(seconds)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The operations in ``trace`` for chrome://tracing or Perfetto: a row a stream, a row an
+        engine. Times are virtual microseconds."""
+        return chrome_trace(self.trace, self.name)
+
+    def write_trace(self, path: str | Path) -> None:
+        """``chrome_trace`` as a JSON file."""
+        write_trace(self.chrome_trace(), path)
 
     def close(self) -> None:
         with self._lock:
@@ -317,51 +376,30 @@ class EmulatedDevice(Device):
                 return
             self._no_kernel()
             self._closed = True
-            for buffer in self._buffers:
-                buffer.drop("its device was closed")
-            self._buffers.clear()
-            self._streams.clear()
-            self._used = self._pinned_bytes = self._host_bytes = 0
+            self._heap.close()
+            self._time.streams.clear()
+            self._clock.close()
+        if isinstance(self._clock, WallClock):
+            self._clock.join()
 
     # events, called by streams and events
 
     def _record(self, stream: EmulatedStream) -> EmulatedEvent:
         with self._entered():
-            self._clock.spend(EVENT_CALL_S)
-            event = EmulatedEvent(stream)
-            self._clock.push(stream.queue, event.point)
-            return event
+            return self._time.record(stream)
 
     def _hold(self, stream: EmulatedStream, event: Event) -> None:
         with self._entered():
-            if not isinstance(event, EmulatedEvent) or event.device is not self:
-                raise ConfigError(
-                    f"stream {stream.name!r} of {self.name} got an event of another device"
-                )
-            self._clock.spend(EVENT_CALL_S)
-            join(stream.clock, event.clock)
-            if not event.point.done:
-                self._clock.push(stream.queue, Hold(event.point))
+            self._time.hold(stream, event)
 
     def _query(self, event: EmulatedEvent) -> bool:
         with self._entered():
-            self._clock.spend(EVENT_CALL_S)
-            if event.point.done:
-                join(self._host, event.clock)
-            return event.point.done
+            return self._time.query(event)
 
     def _await(self, event: EmulatedEvent, timeout_s: float) -> None:
         with self._entered():
-            self._reach(event, self._clock.now + timeout_s, timeout_s)
+            self._time.reach(event, self._clock.now + timeout_s, timeout_s)
             raise_first(event.errors)
-
-    def _reach(self, event: EmulatedEvent, deadline_s: float, timeout_s: float) -> None:
-        if not self._clock.run_until(event.point, deadline_s):
-            raise DeadlineExceededError(
-                f"an event of {self.name} was not reached within {timeout_s} s of virtual time; "
-                "the work before it is slow or stalled: wait longer, or give its pages up"
-            )
-        join(self._host, event.clock)
 
     # inside
 
@@ -379,35 +417,29 @@ class EmulatedDevice(Device):
                 f"a kernel called back into {self.name}; kernels may only touch bytes"
             )
 
-    def _make(self, nbytes: int, kind: MemoryKind) -> EmulatedBuffer:
-        self._allocations += 1
-        label = f"{kind} buffer {self._allocations} ({format_size(nbytes)})"
-        buffer = EmulatedBuffer(self, nbytes, kind, label)
-        self._buffers.add(buffer)
-        return buffer
-
-    def _mine(self, buffer: Buffer) -> EmulatedBuffer:
-        if not isinstance(buffer, EmulatedBuffer) or buffer.device is not self:
-            raise ConfigError(f"{buffer!r} is not a buffer of this {self.name}")
-        if buffer.dead:
-            raise RaceError(f"{buffer.label} is used after it was freed ({buffer.dead})")
-        return buffer
-
     def _own(self, stream: Stream) -> EmulatedStream:
         if not isinstance(stream, EmulatedStream) or stream.device is not self:
             raise ConfigError(f"{stream!r} is not a stream of this {self.name}")
         return stream
 
+    def _refuse_damaged(self, operation: Operation) -> None:
+        refuse_damaged(operation, self._time.host if self._check_races else None)
+
     def _spans(self, ranges: Sequence[tuple[Buffer, int, int]]) -> list[Span]:
-        return [(self._mine(buffer), start, stop) for buffer, start, stop in spans(ranges)]
+        return [(self._heap.mine(buffer), start, stop) for buffer, start, stop in spans(ranges)]
 
     def _ranges(self, ranges: Sequence[Range]) -> list[Span]:
         for at in ranges:
             check_range(at)
         return self._spans(ranges)
 
-    def _vram_s(self, nbytes: int) -> float:
-        return KERNEL_START_S + nbytes / self.card.memory_bandwidth
+    def _vram_s(self, nbytes: float) -> float:
+        return KERNEL_START_S + nbytes / self._bandwidth
+
+    def _kernel_s(self, operation: Operation) -> float:
+        if self._traffic is None:
+            return self._vram_s(operation.nbytes)
+        return self._vram_s(self._traffic(operation.reads, operation.writes))
 
     def _operation(
         self,
@@ -421,76 +453,9 @@ class EmulatedDevice(Device):
         nbytes = sum(stop - start for _, start, stop in (*reads, *writes))
         return Operation(self._books, stream, kind, name, self._operations, nbytes, reads, writes)
 
-    def _order(self, operation: Operation) -> None:
-        """Check an operation against everything before it and enter it into the logs."""
-        if not self._check_races:
-            return
-        stream, clock = operation.stream, operation.stream.clock
-        join(clock, self._host)
-        clock[stream.index] += 1
-        access = Access(stream.index, clock[stream.index], operation)
-        for buffer, start, stop in operation.reads:
-            buffer.log.read(start, stop, clock, access, self._host, operation)
-        for buffer, start, stop in operation.writes:
-            buffer.log.write(start, stop, clock, access, operation)
-
-    def _refuse_damaged(self, operation: Operation) -> None:
-        """Raise CopyFailedError if it reads what a failure left. It does not enter the logs then,
-        since the caller will not do it; but a race is worth more than the failure it met."""
-        try:
-            require(operation, operation.reads)
-        except CopyFailedError:
-            if self._check_races:
-                clock = operation.stream.clock
-                join(clock, self._host)
-                for buffer, start, stop in operation.reads:
-                    buffer.log.read(start, stop, clock, None, self._host, operation)
-            raise
-
-    def _submit(self, operation: Operation, engine: Engine, seconds: float, cost: float) -> None:
-        self._clock.spend(cost)
-        work = Work(engine, seconds, operation.begin, operation.finish)
-        self._clock.push(operation.stream.queue, work)
-
     def _run(self, kernel: Callable[[], None]) -> None:
         self._in_kernel = True
         try:
             kernel()
         finally:
             self._in_kernel = False
-
-    def _finish_queue(self, stream: EmulatedStream) -> None:
-        point = Point()
-        self._clock.push(stream.queue, point)
-        self._clock.run_until(point, math.inf)
-
-    def _warn_pageable(self, nbytes: int) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        pinned = self.link.rate("h2d", nbytes)
-        pageable = self.link.rate("h2d", nbytes, pinned=False)
-        warnings.warn(
-            OffloadWarning(
-                f"{self.name}: {format_size(nbytes)} of host memory could not be pinned; copies "
-                f"run at about {pageable / 1e9:.1f} GB/s instead of {pinned / 1e9:.1f} "
-                f"({pinned / pageable:.1f} times slower) and block the caller; make the host tier "
-                "smaller, or raise the limit on locked memory"
-            ),
-            stacklevel=4,
-        )
-
-
-def _positive(nbytes: int) -> None:
-    if nbytes < 1:
-        raise ConfigError(f"an allocation of {nbytes} bytes; give at least 1")
-
-
-def _transfer(operation: Operation, pieces: Sequence[Piece], fails: bool) -> None:
-    if fails:
-        raise CopyFailedError(
-            f"{operation} of {format_size(operation.nbytes)} failed (injected fault); its "
-            "destination holds nothing usable: copy again, or give the page up"
-        )
-    for dst, dst_start, src, src_start, nbytes in pieces:
-        dst.raw()[dst_start : dst_start + nbytes] = src.raw()[src_start : src_start + nbytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import NamedTuple, get_args
 
@@ -10,10 +11,12 @@ from kvtier.errors import ConfigError
 
 
 class CopyFault(NamedTuple):
-    """What befalls one copy: it fails, or takes ``stall_s`` longer (infinity: never ends)."""
+    """What befalls one copy: it fails, takes ``stall_s`` longer (infinity: never ends), or its bytes
+    flow ``slowdown`` times slower."""
 
     fails: bool
     stall_s: float
+    slowdown: float = 1.0
 
 
 NO_FAULT = CopyFault(False, 0.0)
@@ -26,10 +29,13 @@ class Faults:
         seed: of the generator behind the rates; the same operations then meet the same faults.
         copy_failure_rate: probability that a copy fails.
         stall_rate: probability that a copy is late by ``stall_s`` seconds of virtual time.
+        slow_rate: probability that the bytes of a copy flow ``slow_factor`` times slower, as when
+            the driver has paged memory out.
         alloc_failure_rate: probability that a VRAM allocation fails.
 
     Raises:
-        ConfigError: a rate outside 0..1, a negative stall, a count below 1 or an unknown direction.
+        ConfigError: a rate outside 0..1, a negative stall, a factor below 1, a count below 1 or an
+            unknown direction.
     """
 
     def __init__(
@@ -39,11 +45,14 @@ class Faults:
         copy_failure_rate: float = 0.0,
         stall_rate: float = 0.0,
         stall_s: float = 1.0,
+        slow_rate: float = 0.0,
+        slow_factor: float = 10.0,
         alloc_failure_rate: float = 0.0,
     ) -> None:
         for name, rate in (
             ("copy_failure_rate", copy_failure_rate),
             ("stall_rate", stall_rate),
+            ("slow_rate", slow_rate),
             ("alloc_failure_rate", alloc_failure_rate),
         ):
             if not 0.0 <= rate <= 1.0:
@@ -54,11 +63,15 @@ class Faults:
         self._copy_failure_rate = copy_failure_rate
         self._stall_rate = stall_rate
         self._stall_s = stall_s
+        self._slow_rate = slow_rate
+        self._slow_factor = _factor(slow_factor)
         self._alloc_failure_rate = alloc_failure_rate
         self._copies: dict[str, int] = dict.fromkeys(get_args(Direction), 0)
         self._allocs = 0
         self._failing: set[tuple[str, int]] = set()
         self._stalling: dict[tuple[str, int], float] = {}
+        #: Direction -> (first copy, last copy, factor).
+        self._slow: dict[str, list[tuple[int, float, float]]] = {}
         self._failing_allocs: set[int] = set()
         self._pinnable: int | None = None
 
@@ -73,6 +86,20 @@ class Faults:
         if not seconds >= 0.0:
             raise ConfigError(f"a stall of {seconds} s; it must be >= 0")
         self._stalling[direction, self._count(direction) + _nth(nth)] = seconds
+        return self
+
+    def slow_link(
+        self,
+        direction: Direction,
+        factor: float = 10.0,
+        nth: int = 1,
+        copies: int | None = None,
+    ) -> Faults:
+        """From the ``nth`` copy of that direction from now on the link runs at ``1 / factor`` of its
+        rate, for ``copies`` copies (None: for ever)."""
+        first = self._count(direction) + _nth(nth)
+        last = math.inf if copies is None else first + _nth(copies) - 1
+        self._slow.setdefault(direction, []).append((first, last, _factor(factor)))
         return self
 
     def fail_alloc(self, nth: int = 1) -> Faults:
@@ -96,7 +123,15 @@ class Faults:
         if self._stall_rate and self._random.random() < self._stall_rate:
             stall_s += self._stall_s
         self._failing.discard(at)
-        return CopyFault(fails, stall_s) if fails or stall_s else NO_FAULT
+        slowdown = 1.0
+        for first, last, factor in self._slow.get(direction, ()):
+            if first <= at[1] <= last:
+                slowdown *= factor
+        if self._slow_rate and self._random.random() < self._slow_rate:
+            slowdown *= self._slow_factor
+        if not fails and not stall_s and slowdown == 1.0:
+            return NO_FAULT
+        return CopyFault(fails, stall_s, slowdown)
 
     def on_alloc(self) -> bool:
         """Counts an allocation; True if it fails."""
@@ -121,6 +156,12 @@ def _nth(nth: int) -> int:
     if nth < 1:
         raise ConfigError(f"nth is {nth}; the next operation is 1")
     return nth
+
+
+def _factor(factor: float) -> float:
+    if not 1.0 <= factor < math.inf:
+        raise ConfigError(f"a slowdown of {factor}; give a finite factor >= 1")
+    return factor
 
 
 class Damage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kvtier.devices.base import Buffer, Event, MemoryKind, Stream
@@ -21,9 +22,20 @@ POISON = 0xFF
 
 
 class EmulatedBuffer(Buffer):
-    """Memory of an emulated device or its host. ``label`` names it in messages."""
+    """Memory of an emulated device or its host.
 
-    def __init__(self, device: EmulatedDevice, nbytes: int, kind: MemoryKind, label: str) -> None:
+    ``label`` names it in messages. ``array`` is the memory as numpy sees it, None if the buffer
+    holds no bytes; ``raw`` is then a tensor on torch's meta device.
+    """
+
+    def __init__(
+        self,
+        device: EmulatedDevice,
+        nbytes: int,
+        kind: MemoryKind,
+        label: str,
+        payload: bool = True,
+    ) -> None:
         self.nbytes = nbytes
         self.kind = kind
         self.label = label
@@ -31,7 +43,13 @@ class EmulatedBuffer(Buffer):
         self.log = AccessLog(nbytes, label)
         self.damage = Damage()
         self.dead = ""
-        self._memory: torch.Tensor | None = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self.array: np.ndarray | None = None
+        self._memory: torch.Tensor | None
+        if payload:
+            self._memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
+            self.array = self._memory.numpy()
+        else:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def raw(self) -> torch.Tensor:
         """See ``Buffer.raw``. Raises RaceError after the buffer was freed."""
@@ -40,10 +58,15 @@ class EmulatedBuffer(Buffer):
             raise RaceError(f"{self.label} is used after it was freed ({self.dead})")
         return memory
 
+    def poison(self, start: int, stop: int) -> None:
+        """The bytes hold nothing from now on."""
+        if self.array is not None:
+            self.array[start:stop] = POISON
+
     def drop(self, why: str) -> None:
         """Let go of the memory. Views that somebody kept turn into poison."""
-        self.raw().fill_(POISON)
-        self._memory = None
+        self.poison(0, self.nbytes)
+        self.array = self._memory = None
         self.dead = why
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from kvtier.devices.base import Buffer
 from kvtier.devices.clock import Work
 from kvtier.devices.handles import POISON, EmulatedBuffer, EmulatedStream
+from kvtier.devices.parts import Piece
+from kvtier.devices.races import Clock, join
 from kvtier.errors import CopyFailedError
+from kvtier.units import format_size
 
 Span = tuple[EmulatedBuffer, int, int]
 
 
 class TraceEntry(NamedTuple):
-    """An operation that ended: virtual seconds on its engine, payload bytes, error ("": none)."""
+    """An operation that ended: virtual seconds on its engine, payload bytes, error ("": none).
+
+    ``engine`` is ``h2d``, ``d2h`` or ``vram``, ``submitted_s`` when the host handed it over.
+    """
 
     stream: str
     kind: str
@@ -24,6 +34,8 @@ class TraceEntry(NamedTuple):
     end_s: float
     nbytes: int
     error: str
+    engine: str
+    submitted_s: float
 
 
 @dataclass
@@ -57,7 +69,17 @@ class Books:
         error = "" if operation.error is None else str(operation.error)
         stream, kind, name = operation.stream.name, operation.kind, operation.name
         self.trace.append(
-            TraceEntry(stream, kind, name, work.start_s, work.end_s, operation.nbytes, error)
+            TraceEntry(
+                stream,
+                kind,
+                name,
+                work.start_s,
+                work.end_s,
+                operation.nbytes,
+                error,
+                work.engine,
+                operation.submitted_s,
+            )
         )
 
 
@@ -80,6 +102,7 @@ class Operation:
         "overwrites",
         "reads",
         "stream",
+        "submitted_s",
         "writes",
     )
 
@@ -104,6 +127,7 @@ class Operation:
         self.writes = writes
         self.action: Callable[[], None] | None = None
         self.overwrites = False
+        self.submitted_s = math.nan
         self.error: Exception | None = None
 
     def __str__(self) -> str:
@@ -134,8 +158,7 @@ class Operation:
 
     def _poison(self) -> None:
         for buffer, start, stop in self.writes:
-            if not buffer.dead:
-                buffer.raw()[start:stop] = POISON
+            buffer.poison(start, stop)
 
 
 def require(who: object, reads: Sequence[Span]) -> None:
@@ -147,6 +170,49 @@ def require(who: object, reads: Sequence[Span]) -> None:
                 f"{who} needs bytes [{start}, {stop}) of {buffer.label}, but {failed} failed and "
                 "left nothing usable there; copy the page again or give it up"
             )
+
+
+def refuse_damaged(operation: Operation, host: Clock | None) -> None:
+    """Raise CopyFailedError if it reads what a failure left. It does not enter the logs then, since
+    the caller will not do it; but a race is worth more than the failure it met.
+
+    Args:
+        host: the host's clock, None if races are not checked.
+    """
+    try:
+        require(operation, operation.reads)
+    except CopyFailedError:
+        if host is not None:
+            clock = operation.stream.clock
+            join(clock, host)
+            for buffer, start, stop in operation.reads:
+                buffer.log.read(start, stop, clock, None, host, operation)
+        raise
+
+
+def transfer(operation: Operation, pieces: Sequence[Piece], fails: bool) -> None:
+    """The action of a copy."""
+    if fails:
+        raise CopyFailedError(
+            f"{operation} of {format_size(operation.nbytes)} failed (injected fault); its "
+            "destination holds nothing usable: copy again, or give the page up"
+        )
+    for dst, dst_start, src, src_start, nbytes in pieces:
+        target, source = _bytes(dst), _bytes(src)
+        if target is None:
+            continue
+        if source is None:
+            # Memory that only counts has nothing to give.
+            target[dst_start : dst_start + nbytes] = POISON
+        else:
+            target[dst_start : dst_start + nbytes] = source[src_start : src_start + nbytes]
+
+
+def _bytes(buffer: Buffer) -> np.ndarray | None:
+    assert isinstance(buffer, EmulatedBuffer)
+    if buffer.dead:
+        buffer.raw()
+    return buffer.array
 
 
 def raise_first(errors: Sequence[Exception]) -> None:

@@ -49,11 +49,14 @@ def direction_of(parts: Sequence[tuple[Range, Range]]) -> Direction:
     """
     sides = set()
     for dst, src in parts:
-        check_range(dst)
-        check_range(src)
-        if dst.nbytes != src.nbytes:
+        to, first, last = dst
+        of, begin, end = src
+        if not (0 <= first <= last <= to.nbytes and 0 <= begin <= end <= of.nbytes):
+            check_range(dst)
+            check_range(src)
+        if last - first != end - begin:
             raise ConfigError(f"a copy of {src.nbytes} bytes has a destination of {dst.nbytes}")
-        sides.add((src.buffer.kind == "vram", dst.buffer.kind == "vram"))
+        sides.add((of.kind == "vram", to.kind == "vram"))
     if len(sides) != 1:
         raise ConfigError(
             "a copy needs parts, all from one side (VRAM or host) to one side; "
@@ -71,16 +74,24 @@ def spans(ranges: Sequence[tuple[Buffer, int, int]]) -> list[tuple[Buffer, int, 
     by_buffer: dict[Buffer, list[tuple[int, int]]] = {}
     for buffer, start, stop in ranges:
         if start < stop:
-            by_buffer.setdefault(buffer, []).append((start, stop))
+            found = by_buffer.get(buffer)
+            if found is None:
+                by_buffer[buffer] = [(start, stop)]
+            else:
+                found.append((start, stop))
     merged: list[tuple[Buffer, int, int]] = []
     for buffer, pairs in by_buffer.items():
+        if len(pairs) == 1:
+            merged.append((buffer, *pairs[0]))
+            continue
         pairs.sort()
         start, stop = pairs[0]
         for lo, hi in pairs:
             if lo > stop:
                 merged.append((buffer, start, stop))
                 start, stop = lo, hi
-            stop = max(stop, hi)
+            elif hi > stop:
+                stop = hi
         merged.append((buffer, start, stop))
     return merged
 
@@ -105,26 +116,31 @@ def overlap(pieces: Sequence[Piece]) -> int | None:
 
 def merge(parts: Sequence[tuple[Range, Range]]) -> list[Piece]:
     """Pieces in order of destination; parts that are neighbours on both sides are one piece."""
-    pieces = [
-        Piece(dst.buffer, dst.start, src.buffer, src.start, dst.stop - dst.start)
-        for dst, src in parts
-        if dst.stop > dst.start
-    ]
-    if len(pieces) < 2:
-        return pieces
-    pieces.sort(key=lambda p: (id(p.dst), id(p.src), p.dst_start))
-    merged = pieces[:1]
-    for piece in pieces[1:]:
-        last = merged[-1]
-        if (
-            piece.dst is last.dst
-            and piece.src is last.src
-            and piece.dst_start == last.dst_start + last.nbytes
-            and piece.src_start == last.src_start + last.nbytes
-        ):
-            merged[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
+    if len(parts) == 1:
+        dst, src = parts[0]
+        size = dst.stop - dst.start
+        return [Piece(dst.buffer, dst.start, src.buffer, src.start, size)] if size else []
+    # The number of a part keeps buffers, which have no order, out of the comparison.
+    rows = sorted(
+        [
+            (id(dst[0]), id(src[0]), dst[1], number, dst[2] - dst[1], src[1])
+            for number, (dst, src) in enumerate(parts)
+            if dst[2] > dst[1]
+        ]
+    )
+    merged: list[Piece] = []
+    to_id = of_id = to_end = of_end = -1
+    for dst_id, src_id, dst_start, number, size, src_start in rows:
+        if dst_start == to_end and src_start == of_end and dst_id == to_id and src_id == of_id:
+            last = merged[-1]
+            merged[-1] = Piece(
+                last.dst, last.dst_start, last.src, last.src_start, last.nbytes + size
+            )
         else:
-            merged.append(piece)
+            dst, src = parts[number]
+            merged.append(Piece(dst.buffer, dst_start, src.buffer, src_start, size))
+            to_id, of_id = dst_id, src_id
+        to_end, of_end = dst_start + size, src_start + size
     return merged
 
 

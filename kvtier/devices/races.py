@@ -39,14 +39,10 @@ class Access(NamedTuple):
     who: object
 
 
-class _State(NamedTuple):
-    """What is known of a segment: the last write and the reads since, None and () if forgotten."""
+#: What is known of a segment: the last write and the reads since, None and () if forgotten.
+_State = tuple[Access | None, tuple[Access, ...]]
 
-    write: Access | None
-    reads: tuple[Access, ...]
-
-
-_UNTOUCHED = _State(None, ())
+_UNTOUCHED: _State = (None, ())
 
 
 class AccessLog:
@@ -75,19 +71,20 @@ class AccessLog:
     ) -> None:
         if start >= stop:
             return
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_left(self._starts, stop, first)
-        for state in self._states[first:last]:
-            if state is _UNTOUCHED:
-                continue
-            write = state.write
-            if write is not None and clock[write.stream] < write.seq:
-                self._conflict(start, stop, who, "writes", write, "writes")
-            for read in state.reads:
-                if clock[read.stream] < read.seq:
-                    self._conflict(start, stop, who, "writes", read, "reads")
-        state = _UNTOUCHED if by is None else _State(by, ())
-        self._replace(first, last, start, stop, [start], [state])
+        starts, states = self._starts, self._states
+        first = bisect_right(starts, start) - 1
+        last = bisect_left(starts, stop, first)
+        for write, reads in states[first:last]:
+            if write is not None and clock[write[0]] < write[1]:
+                self._conflict(start, stop, who, "writes", write, "writes", clock)
+            for read in reads:
+                if clock[read[0]] < read[1]:
+                    self._conflict(start, stop, who, "writes", read, "reads", clock)
+        state = _UNTOUCHED if by is None else (by, ())
+        if self._exact(first, last, start, stop):
+            states[first] = state
+        else:
+            self._replace(first, last, start, stop, [start], [state])
 
     def read(
         self,
@@ -106,24 +103,36 @@ class AccessLog:
         states: list[_State] = []
         # Without an entry for the new access, only what the host has seen may be forgotten.
         seen = host if by is None else clock
+        former: _State | None = None
         for index in range(first, last):
-            old = self._states[index]
-            write = old.write
+            write, reads = self._states[index]
             if write is not None:
-                if clock[write.stream] < write.seq:
-                    self._conflict(start, stop, who, "reads", write, "writes")
-                if host[write.stream] >= write.seq:
+                stream, seq, _ = write
+                if clock[stream] < seq:
+                    self._conflict(start, stop, who, "reads", write, "writes", clock)
+                if host[stream] >= seq:
                     write = None
-            reads = old.reads
             if reads:
-                reads = tuple(read for read in reads if seen[read.stream] < read.seq)
+                reads = tuple([read for read in reads if seen[read[0]] < read[1]])
             if by is not None:
                 reads = (*reads, by)
-            state = _State(write, reads) if write is not None or reads else _UNTOUCHED
-            if not states or states[-1] != state:
+            state = (write, reads) if write is not None or reads else _UNTOUCHED
+            if state != former:
                 starts.append(max(start, self._starts[index]))
                 states.append(state)
-        self._replace(first, last, start, stop, starts, states)
+                former = state
+        if self._exact(first, last, start, stop):
+            self._states[first] = states[0]
+        else:
+            self._replace(first, last, start, stop, starts, states)
+
+    def _exact(self, first: int, last: int, start: int, stop: int) -> bool:
+        """Whether ``[start, stop)`` is one whole segment."""
+        return (
+            last == first + 1
+            and self._starts[first] == start
+            and stop == (self._starts[last] if last < len(self._starts) else self._nbytes)
+        )
 
     def _replace(
         self,
@@ -147,10 +156,24 @@ class AccessLog:
         self._states[first:last] = states
 
     def _conflict(
-        self, start: int, stop: int, who: object, does: str, earlier: Access, did: str
+        self,
+        start: int,
+        stop: int,
+        who: object,
+        does: str,
+        earlier: Access,
+        did: str,
+        clock: Clock,
     ) -> None:
+        seen = clock[earlier.stream]
+        stale = (
+            f" (what was waited for on that stream ends with its operation {seen}, and this is its "
+            f"operation {earlier.seq}: the event is stale)"
+            if seen
+            else ""
+        )
         raise RaceError(
             f"{who} {does} bytes [{start}, {stop}) of {self._what}, but nothing orders it after "
-            f"{earlier.who}, which {did} some of them; record an event after the earlier "
+            f"{earlier.who}, which {did} some of them{stale}; record an event after the earlier "
             "operation and wait for it first"
         )

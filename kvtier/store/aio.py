@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvtier.errors import ClosedError
 from kvtier.store.lease import Lease
 from kvtier.store.stats import StoreStats
 from kvtier.store.store import TieredStore
@@ -29,6 +30,7 @@ class AsyncStore:
 
     def __init__(self, store: TieredStore, *, threads: int = 4) -> None:
         self.store = store
+        self._closed = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-aio")
 
     async def put(self, key: bytes, data: torch.Tensor, **options: Any) -> bool:
@@ -61,6 +63,9 @@ class AsyncStore:
 
     async def close(self, timeout_s: float | None = None) -> list[str]:
         """See ``TieredStore.close``."""
+        if self._closed:
+            return []
+        self._closed = True
         try:
             return await self._run(lambda: self.store.close(timeout_s))
         finally:
@@ -73,7 +78,10 @@ class AsyncStore:
         await self.close()
 
     async def _run(self, call: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-        future = self._pool.submit(call)
+        try:
+            future = self._pool.submit(call)
+        except RuntimeError:
+            raise ClosedError("the store is closed; open a new one") from None
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

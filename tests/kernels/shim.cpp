@@ -1,7 +1,7 @@
 // Runs a launch of a kernel that was compiled with shim.h: checks it, then runs block after block, each a set of
 // fibers that give way only at barriers and shuffles, in forward, reverse or seeded random order.
 //
-// Compiled once for each kind of build, never instrumented: -DKVT_TSAN and -DKVT_ASAN tell it which sanitizer has
+// Compiled to libshim.so once for each kind of build, never instrumented: -DKVT_TSAN and -DKVT_ASAN tell it which sanitizer has
 // to hear of the switches. Under ThreadSanitizer a switch orders nothing, a barrier orders all its fibers, and
 // blocks are not ordered at all: what they share without an atomic is reported.
 #include <setjmp.h>
@@ -72,22 +72,14 @@ struct Fiber {
 #endif
 };
 
-struct Kernel {
-    unsigned max_threads;
-    void (*call)(void**);
-    std::vector<Argument> arguments;
-};
-
-std::map<std::string, Kernel>& kernels() {
-    static std::map<std::string, Kernel> all;
-    return all;
-}
-
 struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::unique_ptr<unsigned char[]> shared;
     char gates[2];
 };
+
+// Fibers between launches; making one is costly under a sanitizer.
+std::vector<std::unique_ptr<Fiber>> idle;
 
 // The launch in progress; one at a time in a process.
 Block* block;
@@ -98,7 +90,9 @@ void (*entry)(void**);
 void** entry_arguments;
 std::string fault;
 jmp_buf scheduler_jump;
+#if defined(KVT_TSAN) || defined(KVT_ASAN)
 ucontext_t scheduler_context;
+#endif
 #ifdef KVT_TSAN
 void* scheduler_fiber;
 char launched, finished;
@@ -207,6 +201,20 @@ std::string where_they_are() {
     return text;
 }
 
+std::unique_ptr<Fiber> take_fiber() {
+    if (idle.empty()) return std::make_unique<Fiber>();
+    std::unique_ptr<Fiber> fiber = std::move(idle.back());
+    idle.pop_back();
+    return fiber;
+}
+
+// Fibers that were stopped half-way cannot be used again.
+void give_back(Block& done) {
+    for (auto& fiber : done.fibers)
+        if (fiber->state == State::DONE) idle.push_back(std::move(fiber));
+    done.fibers.clear();
+}
+
 void prepare_block() {
     const unsigned threads = block_size.x * block_size.y * block_size.z;
     block->fibers.resize(threads);
@@ -214,8 +222,7 @@ void prepare_block() {
     std::fill_n(block->shared.get(), shared_bytes, POISON);
     std::fill_n(block->shared.get() + shared_bytes, CANARY_BYTES, CANARY);
     for (unsigned i = 0; i < threads; i++) {
-        if (!block->fibers[i]) block->fibers[i] = std::make_unique<Fiber>();
-        Fiber& fiber = *block->fibers[i];
+        Fiber& fiber = *(block->fibers[i] = take_fiber());
         fiber.state = State::RUNS, fiber.linear = i, fiber.warp_steps = fiber.block_steps = 0;
         fiber.index = {i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
         if (fiber.started) continue;
@@ -228,6 +235,9 @@ void prepare_block() {
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, thread_main, 0);
     }
+#ifdef KVT_TSAN
+    __tsan_release(&launched);
+#endif
 }
 
 void run_block(int order, std::mt19937_64& random) {
@@ -269,10 +279,10 @@ std::string described(unsigned size, char kind, unsigned item_size, char item_ki
     return kind == 'p' ? "pointer to " + plain(item_size, item_kind) : plain(size, kind);
 }
 
-std::string check(const std::string& name, const Kernel& kernel, const uint64_t* grid, const uint64_t* threads, uint64_t shared,
+std::string check(const KernelInfo& kernel, const uint64_t* grid, const uint64_t* threads, uint64_t shared,
                   const Argument* given, unsigned count, void** values) {
-    if (count != kernel.arguments.size())
-        return "takes " + std::to_string(kernel.arguments.size()) + " arguments, got " + std::to_string(count);
+    if (count != kernel.count)
+        return "takes " + std::to_string(kernel.count) + " arguments, got " + std::to_string(count);
     for (unsigned i = 0; i < count; i++) {
         const Argument &want = kernel.arguments[i], &got = given[i];
         bool fits = want.size == got.size && want.kind == got.kind;
@@ -328,29 +338,25 @@ uint64_t shuffle(unsigned mask, uint64_t value, Source source, unsigned operand,
     return lane_of(*running, from).sent[slot];
 }
 
-void add_kernel(const char* name, unsigned max_threads, void (*call)(void**), const Argument* arguments, unsigned count) {
-    kernels()[name] = {max_threads, call, {arguments, arguments + count}};
-}
-
 }  // namespace kvt
 
-// 0, or 1 and a message.
-extern "C" __attribute__((visibility("default"))) int kvt_launch(const char* name, const uint64_t* grid, const uint64_t* threads,
-                                                                 uint64_t shared, const kvt::Argument* given, void** values, unsigned count,
-                                                                 int order, uint64_t seed, char* message, unsigned message_bytes) {
+// 0, or 1 and a message. `kernel` is the first of a library's.
+extern "C" KVT_RUNTIME int kvt_launch(const kvt::KernelInfo* kernel, const char* name, const uint64_t* grid, const uint64_t* threads,
+                                      uint64_t shared, const kvt::Argument* given, void** values, unsigned count, int order,
+                                      uint64_t seed, char* message, unsigned message_bytes) {
     using namespace kvt;
     const auto refuse = [&](const std::string& why) {
         std::snprintf(message, message_bytes, "%s: %s", name, why.c_str());
         return 1;
     };
-    const auto found = kernels().find(name);
-    if (found == kernels().end()) return refuse("no such kernel");
-    const std::string wrong = check(name, found->second, grid, threads, shared, given, count, values);
+    while (kernel && std::strcmp(kernel->name, name)) kernel = kernel->next;
+    if (!kernel) return refuse("no such kernel");
+    const std::string wrong = check(*kernel, grid, threads, shared, given, count, values);
     if (!wrong.empty()) return refuse(wrong);
 
     grid_size = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
     block_size = {unsigned(threads[0]), unsigned(threads[1]), unsigned(threads[2])};
-    shared_bytes = shared, entry = found->second.call, entry_arguments = values, fault.clear();
+    shared_bytes = shared, entry = kernel->call, entry_arguments = values, fault.clear();
     std::mt19937_64 random(seed);
     std::vector<uint64_t> turn(grid[0] * grid[1] * grid[2]);
     for (uint64_t i = 0; i < turn.size(); i++) turn[i] = i;
@@ -360,22 +366,22 @@ extern "C" __attribute__((visibility("default"))) int kvt_launch(const char* nam
     std::vector<std::unique_ptr<Block>> blocks;
 #ifdef KVT_TSAN
     scheduler_fiber = __tsan_get_current_fiber();
-    __tsan_release(&launched);
 #endif
     for (uint64_t i : turn) {
         block_index = {unsigned(i % grid[0]), unsigned(i / grid[0] % grid[1]), unsigned(i / (grid[0] * grid[1]))};
-#if defined(KVT_TSAN) || defined(KVT_ASAN)
-        // Addresses that are used again would lend one block's order to the next.
         blocks.push_back(std::make_unique<Block>());
-#else
-        if (blocks.empty()) blocks.push_back(std::make_unique<Block>());
-#endif
         block = blocks.back().get();
         run_block(order, random);
-        if (!fault.empty()) return refuse(fault);
+        if (!fault.empty()) break;
+#ifndef KVT_TSAN
+        // What a fiber did in one block would come before what it does in the next: launches are ordered, blocks are not.
+        give_back(*block);
+        blocks.clear();
+#endif
     }
+    for (auto& done : blocks) give_back(*done);
 #ifdef KVT_TSAN
     __tsan_acquire(&finished);
 #endif
-    return 0;
+    return fault.empty() ? 0 : refuse(fault);
 }

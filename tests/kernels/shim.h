@@ -1,6 +1,6 @@
 // Lets g++ compile kernels/kvtier.cu for the CPU, for tests only:
 //
-//     g++ -std=c++20 -include shim.h -x c++ kvtier.cu shim.cpp
+//     g++ -shared -std=c++20 -include shim.h -x c++ kvtier.cu libshim.so
 //
 // Every CUDA thread is a fiber, every block a set of fibers. Here are the names that the device code uses; the
 // fibers, the scheduler and the launch checks are in shim.cpp, which is compiled without instrumentation so that
@@ -22,22 +22,27 @@
 struct uint3 {
     unsigned x, y, z;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 
+#define KVT_RUNTIME __attribute__((visibility("default")))
+
 namespace kvt {
 
-const uint3& thread_idx();
-const uint3& block_idx();
-const uint3& block_dim();
-const uint3& grid_dim();
-unsigned char* shared_memory();
-void block_barrier(int line);
-void warp_barrier(unsigned mask, int line);
+KVT_RUNTIME const uint3& thread_idx();
+KVT_RUNTIME const uint3& block_idx();
+KVT_RUNTIME const uint3& block_dim();
+KVT_RUNTIME const uint3& grid_dim();
+KVT_RUNTIME unsigned char* shared_memory();
+KVT_RUNTIME void block_barrier(int line);
+KVT_RUNTIME void warp_barrier(unsigned mask, int line);
 
 enum class Source { LANE, XOR, DOWN, UP };
-uint64_t shuffle(unsigned mask, uint64_t value, Source source, unsigned operand, int line);
+KVT_RUNTIME uint64_t shuffle(unsigned mask, uint64_t value, Source source, unsigned operand, int line);
 
 template <class T>
 T shuffle(unsigned mask, T value, Source source, unsigned operand, int line) {
@@ -68,7 +73,17 @@ constexpr Argument argument_of() {
     return {sizeof(T), kind_of<T>(), sizeof(Item), kind_of<Item>()};
 }
 
-void add_kernel(const char* name, unsigned max_threads, void (*call)(void**), const Argument* arguments, unsigned count);
+struct KernelInfo {
+    const char* name;
+    unsigned max_threads;
+    void (*call)(void**);
+    const Argument* arguments;
+    unsigned count;
+    const KernelInfo* next;
+};
+
+// The kernels of this library, of which there may be several in a process.
+static const KernelInfo* first_kernel = nullptr;
 
 template <auto Function>
 struct Entry;
@@ -76,12 +91,15 @@ struct Entry;
 template <class... A, void (*Function)(A...)>
 struct Entry<Function> {
     static constexpr Argument arguments[] = {argument_of<A>()...};
+    KernelInfo info;
     template <size_t... I>
     static void spread(void** values, std::index_sequence<I...>) {
         Function(*static_cast<A*>(values[I])...);
     }
     static void call(void** values) { spread(values, std::index_sequence_for<A...>{}); }
-    Entry(const char* name, unsigned max_threads) { add_kernel(name, max_threads, call, arguments, sizeof...(A)); }
+    Entry(const char* name, unsigned max_threads) : info{name, max_threads, call, arguments, sizeof...(A), first_kernel} {
+        first_kernel = &info;
+    }
 };
 
 inline float half_to_float(uint16_t bits) {
@@ -97,6 +115,8 @@ inline uint16_t float_to_half(float x) {
 }
 
 }  // namespace kvt
+
+extern "C" __attribute__((used, visibility("default"))) inline const kvt::KernelInfo* kvt_kernels() { return kvt::first_kernel; }
 
 #define KVT_SHARED(T, name) T* name = reinterpret_cast<T*>(kvt::shared_memory())
 #define KVT_EXPORT(name, threads) static const kvt::Entry<&name> kvt_entry_##name(#name, threads);
@@ -136,6 +156,10 @@ inline int __float2int_rn(float x) {  // saturates, and NaN is 0, as on a card
 }
 template <class T>
 inline T __ldcs(const T* p) {
+    return *p;
+}
+template <class T>
+inline T __ldg(const T* p) {
     return *p;
 }
 template <class T>

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvtier.errors import (
     ClosedError,
     ConfigError,
     IdentityError,
+    LayoutError,
     TierFullError,
     UnsupportedModelError,
 )
@@ -27,6 +29,8 @@ from kvtier.integrations.transformers.feed import Feed, left_padding, read_feed
 from kvtier.integrations.transformers.hook import ForwardInputs, mixed_adapters, watch_forward
 from kvtier.integrations.transformers.identity import identity_of
 from kvtier.integrations.transformers.layer import TieredLayer
+from kvtier.integrations.transformers.layout import layout_of
+from kvtier.layout import PageLayout
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
 
@@ -81,6 +85,7 @@ class TieredCache(Cache):
         columns: int = 0,
         name: str = "cache",
     ) -> None:
+        _check_geometry(model, store.layout)
         if identity is None:
             identity = identity_of(model, layout=store.layout, tenant=tenant)
         elif tenant and tenant != identity.tenant:
@@ -101,6 +106,8 @@ class TieredCache(Cache):
         self._stream = ExactStream(store, columns=columns)
         self._sessions = [Session(store, self.identity, name=name)]
         self._pads = [0]
+        #: Whether all tokens are at the positions that they have in a sequence of their own.
+        self._usual = True
         self._columns = 0
         #: Columns that each layer has been served; layers of one pass differ until its last.
         self._served = [0] * len(store.layout.layers)
@@ -156,7 +163,9 @@ class TieredCache(Cache):
         rows, width = ids.shape
         pads = left_padding(attention_mask, rows)
         if max(pads) == width:
-            raise UnsupportedModelError("a row of the attention mask is all zeros; give each row a token")
+            raise UnsupportedModelError(
+                "a row of the attention mask is all zeros; give each row a token"
+            )
         self.reset()
         self._check_identity()
         self._set_rows(rows)
@@ -242,6 +251,7 @@ class TieredCache(Cache):
             session.close()
         self._sessions = [Session(self.store, self.identity, name=self.name)]
         self._pads = [0]
+        self._usual = True
         self._prompt = None
         self._verified = False
         self._set_columns(0)
@@ -310,6 +320,7 @@ class TieredCache(Cache):
         other._sessions = sessions
         other._stream.order_after(self.store.device.compute_stream().record())
         other._pads = list(self._pads)
+        other._usual = self._usual
         other._prompt = self._prompt
         other._verified = self._verified
         other._set_columns(self._columns)
@@ -357,14 +368,26 @@ class TieredCache(Cache):
         self._open()
         self._abort()
         self._check_adapters()
+        if inputs.input_ids is not None and not inputs.input_ids.numel():
+            raise UnsupportedModelError(
+                f"the model is fed no token, and the cache holds {self._columns}: it is left over from another, "
+                "longer prompt; use reset() or a new TieredCache"
+            )
         self._inputs = inputs
 
-    def finished(self) -> None:
-        """The model's run on this cache has ended (called by the forward hook). One that did not get to the last
-        layer has appended nothing."""
+    def finished(self, complete: bool) -> None:
+        """The model's run on this cache has ended, ``complete`` if not by an exception (called by the forward hook).
+        One that did not get to the last layer has appended nothing."""
         self._inputs = None
-        if not self._closed:
-            self._abort()
+        if self._closed or self._step is None:
+            return
+        missing = self._done.index(False)
+        self._abort()
+        if complete:
+            raise UnsupportedModelError(
+                f"the model has finished without updating layer {missing}; the cache serves only models that "
+                "run all layers of the store's layout, in order"
+            )
 
     def _begin(self, k: torch.Tensor) -> None:
         self._open()
@@ -385,9 +408,10 @@ class TieredCache(Cache):
             count=count,
             pads=self._pads,
             lengths=[session.length for session in self._sessions],
+            usual=self._usual,
         )
         self._check_prompt(feed)
-        self._pads = feed.pads
+        self._pads, self._usual = feed.pads, feed.usual
         for session in self._sessions:
             session.seal()
         self.store.poll()
@@ -567,6 +591,21 @@ class TieredCache(Cache):
                 )
         if fed == len(self._sessions):
             self._prompt = None
+
+
+def _check_geometry(model: torch.nn.Module, layout: PageLayout) -> None:
+    """The store must have a plane for all that the model's layers will bring; dtypes are seen when they come."""
+    mine = layout_of(model, page_tokens=layout.page_tokens)
+    for have, want in zip_longest(layout.layers, mine.layers):
+        shapes = [
+            None if x is None else (x.kind, x.k_heads, x.k_dim, x.v_heads, x.v_dim, x.window)
+            for x in (have, want)
+        ]
+        if shapes[0] != shapes[1]:
+            raise LayoutError(
+                f"the store's layout has {len(layout.layers)} layers, the model {len(mine.layers)}, and they differ: "
+                f"{have} against {want}; make the store with layout_of(model)"
+            )
 
 
 def _same_adapters(identity: ModelIdentity, model: torch.nn.Module) -> bool:

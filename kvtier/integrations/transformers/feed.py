@@ -15,6 +15,13 @@ import torch
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.integrations.transformers.hook import ForwardInputs
 
+_MISFIT = (
+    "the cache holds {before} columns and the model is fed {count} more in {rows} row(s), at positions that it holds "
+    "already. Either the cache is left over from another prompt: use reset() or a new TieredCache. Or the model is "
+    "fed again what the cache holds, as assisted and prompt-lookup decoding do: call generate() on an empty "
+    "cache for them (no load_prefix, or reset())"
+)
+
 
 @dataclass(slots=True)
 class Feed:
@@ -26,6 +33,7 @@ class Feed:
         pads: padding columns before each row's first token; ``columns`` for a row that has not begun.
         news: tokens that each row gets.
         tokens: their ids, or ``None`` for rows of which the ids do not tell all.
+        usual: whether all rows are at the positions that they have in a sequence of their own.
     """
 
     columns: int
@@ -33,10 +41,17 @@ class Feed:
     pads: list[int]
     news: list[int]
     tokens: list[list[int] | None]
+    usual: bool = True
 
 
 def read_feed(
-    inputs: ForwardInputs, *, before: int, count: int, pads: Sequence[int], lengths: Sequence[int]
+    inputs: ForwardInputs,
+    *,
+    before: int,
+    count: int,
+    pads: Sequence[int],
+    lengths: Sequence[int],
+    usual: bool = True,
 ) -> Feed:
     """Interpret the inputs of a pass.
 
@@ -45,23 +60,27 @@ def read_feed(
         before: columns that the cache holds.
         count: columns of the pass.
         pads, lengths: padding columns and tokens of each row so far.
+        usual: whether all cached tokens are at their usual positions.
 
     Raises:
-        UnsupportedModelError: right padding or holes in the mask; a mask for another number of columns.
+        UnsupportedModelError: right padding or holes in the mask; a mask or positions that say that the cache holds
+            another number of tokens than it does.
         ConfigError: padding that differs from that of the cached tokens.
     """
     rows, columns = len(pads), before + count
     pads = _pads_now(inputs, before, columns, pads, lengths)
     news = [columns - max(pad, before) for pad in pads]
+    places = _places(inputs.position_ids, before, columns, pads)
+    if usual and any(place is not None and place < 0 for place in places):
+        raise UnsupportedModelError(_MISFIT.format(before=before, count=count, rows=rows))
+    at_home = [place == 0 for place in places]
+    feed = Feed(columns, count, pads, news, [None] * rows, usual and all(at_home))
     ids = inputs.input_ids
-    if inputs.opaque or ids is None or tuple(ids.shape) != (rows, count):
-        return Feed(columns, count, pads, news, [None] * rows)
-    usual = _usual_positions(inputs.position_ids, before, columns, pads)
-    tokens = [
-        row[count - new :] if ok else None
-        for row, new, ok in zip(ids.tolist(), news, usual, strict=True)
-    ]
-    return Feed(columns, count, pads, news, tokens)
+    if not inputs.opaque and ids is not None and tuple(ids.shape) == (rows, count):
+        for row, tokens in enumerate(ids.tolist()):
+            if at_home[row]:
+                feed.tokens[row] = tokens[count - news[row] :]
+    return feed
 
 
 def left_padding(mask: torch.Tensor | None, rows: int) -> list[int]:
@@ -78,7 +97,7 @@ def left_padding(mask: torch.Tensor | None, rows: int) -> list[int]:
     facts = torch.stack([seen.int().argmax(dim=1), seen.sum(dim=1)]).T.tolist()
     pads = []
     for row, (first, total) in enumerate(facts):
-        if total and first + total != columns or total and not bool(mask[row, -1]):
+        if total and first + total != columns:
             raise UnsupportedModelError(
                 f"row {row} of the attention mask is not left-padded (zeros, then ones); "
                 "set tokenizer.padding_side = 'left'"
@@ -102,10 +121,8 @@ def _pads_now(
         return [min(pad, before) for pad in pads]
     if tuple(mask.shape) != (len(pads), columns):
         raise UnsupportedModelError(
-            f"the attention mask has the shape {tuple(mask.shape)}, but the cache holds {before} columns and the "
-            f"model is fed {columns - before} more in {len(pads)} row(s). Either the cache is left over from "
-            "another prompt: use reset() or a new TieredCache. Or the model is fed again what the cache holds, as "
-            "assisted and prompt-lookup decoding do: call generate() on an empty cache for them"
+            f"the attention mask has the shape {tuple(mask.shape)}, but "
+            + _MISFIT.format(before=before, count=columns - before, rows=len(pads))
         )
     given = left_padding(mask, len(pads))
     begun = [length > 0 for length in lengths]
@@ -117,18 +134,22 @@ def _pads_now(
     return given
 
 
-def _usual_positions(
+def _places(
     positions: torch.Tensor | None, before: int, columns: int, pads: Sequence[int]
-) -> list[bool]:
-    """Whether each row's new tokens are at the positions that they have in a sequence of its own."""
+) -> list[int | None]:
+    """How far the new tokens of each row are from the positions that they have in a sequence of its own: 0 for
+    usual ones, ``None`` if they do not follow each other."""
     if positions is None:
         # Models then count columns, padding too.
-        return [pad == 0 or pad >= columns for pad in pads]
+        return [pad if pad < columns else 0 for pad in pads]
     given = positions.tolist()
     if len(given) == 1:
         given = given * len(pads)
-    return [
-        row[len(row) - (columns - max(pad, before)) :]
-        == list(range(max(pad, before) - pad, columns - pad))
-        for row, pad in zip(given, pads, strict=True)
-    ]
+    places: list[int | None] = []
+    for row, pad in zip(given, pads, strict=True):
+        new = columns - max(pad, before)
+        mine = row[len(row) - new :] if new else []
+        first = mine[0] if mine else 0
+        steady = mine == list(range(first, first + new))
+        places.append((first - (columns - pad - new) if mine else 0) if steady else None)
+    return places

@@ -86,7 +86,7 @@ def watch_forward(model: torch.nn.Module, cache: TieredCache) -> Callable[[], No
     ) -> None:
         target = target_of(module, args, kwargs)
         if target is not None:
-            target.finished()
+            target.finished(complete=output is not None)
 
     handles = [
         decoder.register_forward_pre_hook(before, with_kwargs=True),

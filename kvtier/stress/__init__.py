@@ -1,0 +1,1 @@
+"""Load on an emulated card: a model's geometry, contexts and sessions through the real store."""

@@ -1,0 +1,397 @@
+"""One context of a load: the real store, sessions and exact-stream attention on the emulated card.
+
+What is emulated is the card alone. Pages are reserved, sealed, evicted and streamed by the code that
+serves a model; only the model is missing: K and V are a pattern of (sequence, token, layer), so that
+what attention gets can be compared byte for byte, and the time of a layer's own kernels comes from
+the bytes and operations of its weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kvtier.attention.stream import ExactStream
+from kvtier.attention.window import Row
+from kvtier.cost.decode import STEP_S
+from kvtier.devices.base import Buffer
+from kvtier.devices.cards import VRAM_EFFICIENCY
+from kvtier.devices.emulated import EmulatedDevice
+from kvtier.devices.operations import Span
+from kvtier.errors import CopyFailedError, KvtierError, OffloadWarning, PageLostError, TierFullError
+from kvtier.identity import ModelIdentity
+from kvtier.session.session import Session
+from kvtier.store.store import TieredStore
+from kvtier.stress.plan import SPARE_TOKENS, LoadPlan
+from kvtier.stress.report import ContextResult, empty_result
+
+#: ``(phase, done, total, store)``: after every step.
+Watch = Callable[[str, int, int, TieredStore], None]
+
+#: Errors after which a step can be tried again, and how often.
+_RETRIES = 20
+#: How often lost sequences are computed anew before the context is given up.
+_REBUILDS = 3
+
+
+def run_context(
+    plan: LoadPlan, *, watch: Watch | None = None, trace: Path | None = None
+) -> ContextResult:
+    """Prefill and decode at one context.
+
+    Args:
+        watch: told after every step.
+        trace: file for the run's Chrome trace.
+
+    Raises:
+        ConfigError: the plan does not fit; names the option.
+    """
+    plan.check()
+    return _Load(plan, watch, trace).run()
+
+
+class _Load:
+    def __init__(self, plan: LoadPlan, watch: Watch | None, trace: Path | None) -> None:
+        self.plan, self.spec = plan, plan.spec
+        self.result = empty_result(plan)
+        self.failures: Counter[str] = Counter()
+        self._watch, self._trace = watch, trace
+        self._scale = 1 / plan.divisor
+        self._checks = 0
+
+    def run(self) -> ContextResult:
+        began = time.process_time()
+        spec, plan, result = self.spec, self.plan, self.result
+        self.device = EmulatedDevice(
+            spec.card.card,
+            link=spec.card.link,
+            vram_bytes=plan.vram,
+            pinned=spec.card.kind != "pageable",
+            faults=spec.faults.make(),
+            trace_limit=1_000_000 if self._trace else 1,
+            scale=self._scale,
+            payload=spec.payload,
+            efficiency=VRAM_EFFICIENCY,
+            traffic=self._traffic,
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", OffloadWarning)
+            try:
+                self._run()
+            except KvtierError as error:
+                self._failed(error)
+                result.error = result.error or f"{type(error).__name__}: {error}"
+            finally:
+                if self._trace is not None:
+                    self.device.write_trace(self._trace)
+                self.device.close()
+        result.warnings = [str(w.message) for w in caught if w.category is OffloadWarning]
+        result.failures = dict(self.failures)
+        result.cpu_s = time.process_time() - began
+        return result
+
+    # ------------------------------------------------------------------ setting up
+
+    def _run(self) -> None:
+        plan, device = self.plan, self.device
+        self.weights = self._reserve(plan.weights_in_vram)
+        self.scratch = self._reserve(plan.off_layer)
+        off = self.spec.weights_off * plan.weights
+        self.off_weights = self._reserve(off, host=True)
+        try:
+            store = TieredStore(
+                plan.run_layout,
+                device=device,
+                vram=plan.tier_pages * plan.run_layout.page_bytes,
+                host=self._pages(self.spec.host),
+                disk=round(self.spec.disk * self._scale),
+                path=self.spec.path,
+                policy=self.spec.policy,
+                check=self.spec.check,
+            )
+        except BaseException:
+            self._free_weights()
+            raise
+        try:
+            self._serve(store)
+        finally:
+            self._close(store)
+
+    def _reserve(self, nbytes: float, *, host: bool = False) -> Buffer | None:
+        size = round(nbytes * self._scale)
+        return self.device.reserve(size, host=host) if size else None
+
+    def _pages(self, nbytes: int) -> int:
+        """A tier of as many pages as ``nbytes`` hold at full size."""
+        return nbytes // self.plan.layout.page_bytes * self.plan.run_layout.page_bytes
+
+    def _close(self, store: TieredStore) -> None:
+        """Close everything and recount: nothing may be left."""
+        result = self.result
+        try:
+            result.books += [f"the store: {text}" for text in store.close()]
+            self._free_weights()
+            for what, left in (("VRAM", self.device.used_bytes), ("host", self.device.host_bytes)):
+                if left:
+                    result.books.append(f"{left} bytes of {what} memory were not given back")
+        except KvtierError as error:
+            result.books.append(f"closing: {type(error).__name__}: {error}")
+
+    def _free_weights(self) -> None:
+        for buffer in (self.weights, self.scratch, self.off_weights):
+            if buffer is not None:
+                self.device.free(buffer)
+
+    # ------------------------------------------------------------------ serving
+
+    def _serve(self, store: TieredStore) -> None:
+        result, spec = self.result, self.spec
+        self.store = store
+        self.sessions: list[Session] = []
+        self.stream = ExactStream(store, columns=self.plan.columns)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._close_sessions)
+                self._prefill()
+                moved = {name: link.bytes for name, link in store.stats().links.items()}
+                result.prefill_s = self.device.now_s
+                self._decode()
+                stats = store.stats()
+                result.moved = {
+                    name: (link.bytes - moved[name]) / self._scale
+                    for name, link in stats.links.items()
+                }
+                result.evicted = {name: tier.pages_out for name, tier in stats.tiers.items()}
+                result.pages = sum(len(session.pages) for session in self.sessions)
+                result.cold_pages = sum(
+                    "vram" not in page.copies
+                    for session in self.sessions
+                    for page in session.pages
+                )
+                self._check_books()
+        finally:
+            self.stream.close()
+        if result.decode_s > 0:
+            result.emulated_tps = result.steps * spec.sessions / result.decode_s
+
+    def _prefill(self) -> None:
+        """Compute every sequence, one after the other, in chunks."""
+        spec, plan = self.spec, self.plan
+        total = spec.sessions * plan.context
+        for number in range(spec.sessions):
+            if number == len(self.sessions):
+                self.sessions.append(Session(self.store, self._identity(), name=f"load {number}"))
+            session = self.sessions[number]
+            while session.length < plan.context:
+                count = min(plan.chunk, plan.context - session.length)
+                self._step([number], count)
+                self._tell("prefill", number * plan.context + session.length, total)
+
+    def _decode(self) -> None:
+        result, spec = self.result, self.spec
+        began = last = self.device.now_s
+        numbers = list(range(spec.sessions))
+        while not spec.duration.over(result.steps, last - began):
+            if self.sessions[0].length >= self.plan.context + SPARE_TOKENS:
+                break
+            try:
+                self._step(numbers, 1)
+            except PageLostError:
+                self._rebuild()
+                # What it took to compute the sequences anew is no decoding.
+                began += self.device.now_s - last
+                last = self.device.now_s
+                continue
+            self.device.synchronize(3600.0)
+            self.device.host_work(STEP_S)
+            result.steps += 1
+            last = self.device.now_s
+            result.decode_s = last - began
+            done = result.steps if spec.duration.steps else round(result.decode_s * 1e3)
+            self._tell(
+                "decode", done, spec.duration.steps or round((spec.duration.seconds or 0) * 1e3)
+            )
+
+    def _rebuild(self) -> None:
+        if self.result.rebuilt >= _REBUILDS:
+            raise PageLostError(f"pages were lost again after {_REBUILDS} times of recomputing")
+        self.result.rebuilt += 1
+        self._close_sessions()
+        self._prefill()
+
+    def _close_sessions(self) -> None:
+        for session in self.sessions:
+            with contextlib.suppress(CopyFailedError):
+                session.close()
+        self.sessions = []
+
+    def _identity(self) -> ModelIdentity:
+        layout = self.store.layout
+        return ModelIdentity(
+            model=self.spec.model.name,
+            revision="",
+            weights_digest=hashlib.sha256(self.spec.model.name.encode()).digest(),
+            weights_quantisation=f"{self.spec.weight_bits} bits",
+            kv_dtype=self.spec.kv_dtype,
+            kv_quantisation="",
+            rope="",
+            attention="exact-stream",
+            layout_digest=layout.digest,
+            page_tokens=layout.page_tokens,
+        )
+
+    # ------------------------------------------------------------------ a step
+
+    def _step(self, numbers: list[int], new: int) -> None:
+        """One forward pass of some sequences; again if a copy fails, since it has appended nothing."""
+        for _ in range(_RETRIES):
+            try:
+                return self._try_step(numbers, new)
+            except PageLostError as error:
+                self._failed(error)
+                raise
+            except CopyFailedError as error:
+                self._failed(error)
+                with contextlib.suppress(CopyFailedError):
+                    self.device.synchronize(3600.0)
+        raise CopyFailedError(f"a step failed {_RETRIES} times in a row")
+
+    def _try_step(self, numbers: list[int], new: int) -> None:
+        sessions = [self.sessions[number] for number in numbers]
+        for session in sessions:
+            session.seal()
+        self.store.poll()
+        for session in sessions:
+            session.reserve(new)
+        before = sessions[0].length
+        rows = [Row(s.lease()[0], s.tails, 0, s.length, new, 0) for s in sessions]
+        try:
+            self.stream.begin(rows, before, before + new)
+            for layer in self.stream.layers:
+                self._layer(layer, numbers, before, new)
+        finally:
+            name, event = self.stream.end()
+            for session in sessions:
+                session.rest(name, event)
+        for number, session in zip(numbers, sessions, strict=True):
+            session.extend(new, _tokens(number, before, new))
+
+    def _layer(self, layer: int, numbers: list[int], before: int, new: int) -> None:
+        plan, device = self.plan, self.device
+        compute = device.compute_stream()
+        place = self.stream.layers.index(layer)
+        reads = []
+        if self.off_weights is not None and self.scratch is not None:
+            # As when a kernel touches memory that the driver has paged out: nothing hides it.
+            size = self.scratch.nbytes
+            start = min(place * size, self.off_weights.nbytes - size)
+            device.copy(compute, [(self.scratch.range(), self.off_weights.range(start, start + size))])
+            reads.append(self.scratch.range())
+        k, v = self._values(layer, numbers, before, new)
+        keys, values = self.stream.update(layer, k, v)
+        if self.spec.payload and (before + place) % len(self.stream.layers) == 0:
+            self._compare(keys, layer, numbers, before + new)
+            self._compare(values, layer, numbers, before + new)
+        if self.weights is not None:
+            share = self.weights.nbytes // len(self.stream.layers)
+            reads.append(self.weights.range(place * share, (place + 1) * share))
+        tokens = new * len(numbers)
+        active = self.spec.model.active_params or self.spec.model.params
+        device.compute(
+            compute,
+            f"weights of layer {layer}",
+            nbytes=plan.read / plan.paged_layers * self._scale,
+            flops=2 * active * tokens / plan.paged_layers * self._scale,
+            reads=reads,
+        )
+
+    def _values(
+        self, layer: int, numbers: list[int], before: int, new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plane = self.store.layout.plane(layer)
+        made = []
+        for part in (plane.k, plane.v):
+            dtype = getattr(torch, part.dtype)
+            shape = (len(numbers), part.heads, new, part.dim)
+            if not self.spec.payload:
+                made.append(torch.empty(shape, dtype=dtype, device="meta"))
+                continue
+            width = part.dim * dtype.itemsize
+            pattern = _pattern(layer, numbers, before, before + new)
+            wide = pattern[:, None, :, None].expand(-1, part.heads, -1, width).contiguous()
+            made.append(wide.view(dtype) if width else torch.empty(shape, dtype=dtype))
+        return made[0], made[1]
+
+    def _compare(self, got: torch.Tensor, layer: int, numbers: list[int], stop: int) -> None:
+        """Compare what attention reads with what was written."""
+        if not got.numel():
+            return
+        seen = got.shape[2]
+        wanted = _pattern(layer, numbers, stop - seen, stop)[:, None, :, None]
+        bytes_seen = got.view(torch.uint8)
+        self.result.checked_bytes += bytes_seen.numel()
+        if not bool((bytes_seen == wanted).all()):
+            wrong = int((bytes_seen != wanted).sum())
+            raise AssertionError(f"{wrong} bytes of layer {layer} are not those that were written")
+
+    def _traffic(self, reads: Sequence[Span], writes: Sequence[Span]) -> int:
+        """What a layer's gathering and attention move: the work declares whole pages, of which it
+        needs one plane. Hot bytes are read and written on their way into staging memory and read
+        again by attention, cold ones are there already and read once."""
+        staging = {half.buffer for half in self.stream.staging.halves}
+        filled, others = _inside(writes, staging)
+        if not filled:
+            return _size(reads) + others
+        cold, _ = _inside(reads, staging)
+        return 3 * filled - 2 * cold + others
+
+    # ------------------------------------------------------------------ books
+
+    def _check_books(self) -> None:
+        try:
+            self.store.check()
+        except AssertionError as error:
+            self.result.books.append(str(error))
+        stats = self.store.stats()
+        for name, tier in stats.tiers.items():
+            if tier.pages_in - tier.pages_out > tier.pages:
+                self.result.books.append(
+                    f"{name}: {tier.pages_in} pages came and {tier.pages_out} went, {tier.pages} "
+                    "are there"
+                )
+        if self.device.used_bytes > self.device.capacity_bytes:
+            self.result.books.append("more VRAM is in use than there is")
+
+    def _failed(self, error: Exception) -> None:
+        self.failures[type(error).__name__] += 1
+
+    def _tell(self, phase: str, done: int, total: int) -> None:
+        if self._watch is not None:
+            self._watch(phase, min(done, total), total, self.store)
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return sum([stop - start for _, start, stop in spans])
+
+
+def _inside(spans: Sequence[Span], buffers: set[Buffer]) -> tuple[int, int]:
+    """Bytes in some of the buffers, and bytes elsewhere."""
+    inside = sum([stop - start for buffer, start, stop in spans if buffer in buffers])
+    return inside, _size(spans) - inside
+
+
+def _tokens(number: int, before: int, new: int) -> list[int]:
+    return [number * 1_000_003 + token for token in range(before, before + new)]
+
+
+def _pattern(layer: int, numbers: list[int], start: int, stop: int) -> torch.Tensor:
+    """A byte a token: uint8 ``[rows, tokens]``."""
+    rows = torch.tensor(numbers)[:, None] * 31 + torch.arange(start, stop)[None] * 7 + layer * 13
+    return (rows % 251).to(torch.uint8)

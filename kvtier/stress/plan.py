@@ -1,0 +1,265 @@
+"""What fits where, and how fast that should be. Sizes in bytes at full size. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kvtier.cost.cliff import LEVELS, Level
+from kvtier.cost.decode import (
+    LayerLoad,
+    Slowdown,
+    StepTime,
+    all_in_vram,
+    off_card_share,
+    offload_warning,
+    step_time,
+)
+from kvtier.cost.links import LinkPath
+from kvtier.errors import ConfigError
+from kvtier.layout import PageLayout
+from kvtier.stress.spec import LoadSpec
+from kvtier.units import format_size
+
+#: Tokens of a decode run that the staging memory is made for, beyond the context.
+SPARE_TOKENS = 512
+
+#: Contexts are searched up to here for where the cliff begins.
+_LONGEST = 1 << 24
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """One context of a load: where its bytes go.
+
+    Raises:
+        ConfigError: something does not fit; names the option and what would fit.
+    """
+
+    spec: LoadSpec
+    context: int
+
+    # sizes
+
+    @cached_property
+    def layout(self) -> PageLayout:
+        """Pages at full size."""
+        return self.spec.model.layout(self.spec.kv_dtype, self.spec.page_tokens)
+
+    @cached_property
+    def divisor(self) -> int:
+        """How many times smaller the data of the run is."""
+        spec = self.spec
+        return spec.model.divisor(spec.kv_dtype, 1 / spec.scale) if spec.payload else 1
+
+    @cached_property
+    def run_layout(self) -> PageLayout:
+        """Pages of the run."""
+        spec = self.spec
+        return spec.model.layout(spec.kv_dtype, spec.page_tokens, self.divisor)
+
+    @property
+    def vram(self) -> int:
+        spec = self.spec
+        return spec.card.card.usable_bytes if spec.vram is None else spec.vram
+
+    @property
+    def weights(self) -> float:
+        """All weights."""
+        return self.spec.model.weight_bytes(self.spec.weight_bits)
+
+    @property
+    def weights_in_vram(self) -> int:
+        return round(self.weights * (1 - self.spec.weights_off))
+
+    @property
+    def read(self) -> float:
+        """Weights read a step."""
+        return self.spec.model.read_bytes(self.spec.weight_bits, self.spec.sessions)
+
+    @property
+    def paged_layers(self) -> int:
+        return sum(layer.paged for layer in self.layout.layers)
+
+    @property
+    def off_layer(self) -> int:
+        """Weights of a layer that come over the link each step, and the room that they pass."""
+        return round(self.read * self.spec.weights_off / self.paged_layers)
+
+    @property
+    def columns(self) -> int:
+        """Tokens that the staging memory has room for."""
+        return self.context + SPARE_TOKENS
+
+    @property
+    def staging(self) -> int:
+        """Two layers of all sequences."""
+        widest = max(plane.nbytes for plane in self.layout.planes if plane is not None)
+        return 2 * self.spec.sessions * self.columns * -(-widest // self.spec.page_tokens)
+
+    @property
+    def tier(self) -> int:
+        """What is left of VRAM for pages; may be negative."""
+        return self.vram - self.weights_in_vram - self.off_layer - self.staging
+
+    @property
+    def tier_pages(self) -> int:
+        return max(0, self.tier // self.layout.page_bytes)
+
+    @property
+    def pages(self) -> int:
+        """Sealed pages of all sequences."""
+        return self.spec.sessions * (self.context // self.spec.page_tokens)
+
+    @property
+    def cold_pages(self) -> int:
+        """Sealed pages that have no room in VRAM beside one unsealed page a sequence."""
+        room = max(0, self.tier_pages - self.spec.sessions)
+        return max(0, self.pages - room)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill step: at most half of what the VRAM tier holds, in whole pages."""
+        page = self.spec.page_tokens
+        return max(page, min(self.spec.chunk, self.tier_pages // 2 * page) // page * page)
+
+    def check(self) -> None:
+        """Raise ConfigError if the load cannot run."""
+        spec, page = self.spec, self.layout.page_bytes
+        free = self.vram - self.staging - 2 * spec.sessions * page
+        if self.tier_pages < 2 * spec.sessions:
+            if self.weights_in_vram > free:
+                share = 1 - max(0.0, free) / self.weights
+                raise ConfigError(
+                    f"--weights-off-card is {spec.weights_off:g}, but {format_size(self.weights)} "
+                    f"of weights, {format_size(self.staging)} of staging memory and two pages a "
+                    f"sequence do not fit in {format_size(self.vram)} of VRAM at {self.context} "
+                    f"tokens; give --weights-off-card {min(1.0, share + 0.005):.2f} or more, fewer "
+                    "--weight-bits, or a larger --vram"
+                )
+            raise ConfigError(
+                f"--contexts {self.context} with --sessions {spec.sessions} needs "
+                f"{format_size(self.staging)} of staging memory and two pages a sequence beside "
+                f"{format_size(self.weights_in_vram)} of weights, more than the "
+                f"{format_size(self.vram)} of --vram; give fewer tokens or sessions, or more VRAM"
+            )
+        held = spec.host // page * (spec.host >= page)
+        if self.cold_pages > held + (spec.disk // page if spec.disk else 0):
+            raise ConfigError(
+                f"--host is {format_size(spec.host)}, but {self.cold_pages} pages of "
+                f"{format_size(page)} do not fit in VRAM at {self.context} tokens; give "
+                f"{format_size(self.cold_pages * page)} or more, or a --disk"
+            )
+
+    # times
+
+    @property
+    def link(self) -> LinkPath:
+        return LinkPath(self.spec.card.kind, self.spec.card.link)
+
+    @cached_property
+    def layers(self) -> list[LayerLoad]:
+        """What each layer reads in a decode step at this context."""
+        spec = self.spec
+        weights = self.read / self.paged_layers
+        share = self.cold_pages / max(1, self.pages)
+        cold_tokens = share * (self.pages * spec.page_tokens)
+        tokens = spec.sessions * self.context
+        loads = []
+        for plane in self.layout.planes:
+            if plane is None:
+                continue
+            per_token = plane.nbytes / spec.page_tokens
+            window = self.layout.layers[plane.layer].window
+            seen, cold = float(tokens), cold_tokens
+            if window is not None:
+                # The oldest pages are the cold ones.
+                seen = float(spec.sessions * min(self.context, window))
+                cold = max(0.0, seen - (tokens - cold_tokens))
+            parts = sum(part.nbytes > 0 for part in (plane.k, plane.v))
+            loads.append(
+                LayerLoad(
+                    weights=weights - self.off_layer,
+                    off=float(self.off_layer),
+                    hot=(seen - cold) * per_token,
+                    cold=cold * per_token,
+                    pieces=parts * round(cold / spec.page_tokens),
+                )
+            )
+        return loads
+
+    @cached_property
+    def predicted(self) -> Slowdown:
+        """A step, and the same with everything in VRAM."""
+        return Slowdown(self._time(self.layers), self._time(all_in_vram(self.layers)))
+
+    def _time(self, layers: list[LayerLoad]) -> StepTime:
+        return step_time(layers, self.spec.card.card, self.link)
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be said before the work starts."""
+        spec = self.spec
+        need = self.weights + self.staging + (self.pages + spec.sessions) * self.layout.page_bytes
+        return offload_warning(
+            self.predicted,
+            spec.card.card,
+            self.link,
+            share=off_card_share(self.layers),
+            sequences=spec.sessions,
+            instead=f"{format_size(need)} of VRAM, a shorter context, or KV and weights in fewer bits",
+        )
+
+
+@dataclass(frozen=True)
+class Cliff:
+    """From which context on decoding slows down.
+
+    Attributes:
+        fits: longest context with everything in VRAM; 0 if the weights alone do not fit.
+        begins: level -> shortest context at which it applies; None if it never does.
+        limit: shortest context that does not run at all; None within the tokens searched.
+    """
+
+    fits: int
+    begins: dict[Level, int | None]
+    limit: int | None
+
+
+def find_cliff(spec: LoadSpec) -> Cliff:
+    """Search contexts in whole pages, by prediction."""
+
+    def slow(context: int) -> float:
+        plan = LoadPlan(spec, context)
+        return plan.predicted.factor if plan.tier_pages >= 2 * spec.sessions else float("inf")
+
+    def first(bad: float) -> int | None:
+        lo, hi = 0, _LONGEST // spec.page_tokens
+        if slow(hi * spec.page_tokens) < bad:
+            return None
+        while hi - lo > 1:
+            middle = (lo + hi) // 2
+            lo, hi = (lo, middle) if slow(middle * spec.page_tokens) >= bad else (middle, hi)
+        return hi * spec.page_tokens
+
+    def level_from(bad: float) -> int | None:
+        context = first(bad)
+        return None if context is None or math.isinf(slow(context)) else context
+
+    fits = 0
+    if not spec.weights_off:
+        lo, hi = 0, _LONGEST
+        while hi - lo > spec.page_tokens:
+            middle = (lo + hi) // 2
+            plan = LoadPlan(spec, middle)
+            whole = plan.tier_pages >= 2 * spec.sessions and not plan.cold_pages
+            lo, hi = (middle, hi) if whole else (lo, middle)
+        fits = lo
+    begins = {name: level_from(at) for name, at in reversed(LEVELS)}
+    return Cliff(fits, begins, first(math.inf))
+
+
+def with_vram(spec: LoadSpec, vram: int) -> LoadSpec:
+    """The same load on a card with other memory."""
+    return replace(spec, vram=vram)
