@@ -398,3 +398,30 @@ def test_text_report_says_what_was_saved_and_what_was_moved() -> None:
 )
 def test_a_difference_fails_the_run(comparison: Comparison | None, failed: bool) -> None:
     assert report(comparison=comparison).failed is failed
+
+
+def test_a_terminal_sees_bars_and_tiers_and_a_file_one_line_a_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import io
+
+    from rich.console import Console
+
+    from kvtier.cli import display as module
+
+    monkeypatch.setattr(module, "_REFRESH_S", 0.0)
+    stats = SimpleNamespace(tiers=report().tiers, links=report().links)
+    seen = {}
+    for terminal in (True, False):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=terminal, width=140)
+        with module.Display(console, quiet=False) as display:
+            display.watch(lambda: stats)
+            advance = display.phase("prefill", 64, done=32)
+            advance(16)
+            advance(16)
+        seen[terminal] = out.getvalue()
+    assert "prefill" in seen[True]
+    assert "hits" in seen[True]
+    assert "prefill: 32 tokens in" in seen[False]
+    assert seen[False].count("\n") == 1

@@ -173,7 +173,7 @@ def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_two_runs_are_exact_and_the_second_restores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run_demo(tmp_path, capsys, "--max-new-tokens", "6")
     assert first["identical"] is True
@@ -186,6 +186,7 @@ def test_two_runs_are_exact_and_the_second_restores(
         assert first["tiers"][tier]["pages_in"] > 0
     assert any("slower" in text for text in first["warnings"])
 
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a live view on stderr does not disturb the JSON
     second = run_demo(tmp_path, capsys, "--max-new-tokens", "6")
     assert second["identical"] is True
     assert second["max_logit_difference"] == 0.0

@@ -26,7 +26,7 @@ PURE = (
 LAYERS = (
     ("cli",),
     ("demo",),
-    ("integrations",),
+    ("integrations", "stress"),
     ("session", "attention"),
     ("store",),
     ("trace", "cost"),

@@ -47,6 +47,9 @@ from kvtier.errors import (
 )
 from kvtier.mover import Mover
 
+# What warns is often a loop of calls.
+# ruff: noqa: PT031
+
 pytestmark = pytest.mark.filterwarnings("ignore::kvtier.errors.OffloadWarning")
 
 ALL = Config(vram=3, host=3, disk=60)
@@ -406,6 +409,26 @@ def test_a_write_that_began_under_a_short_deadline_outlives_it(tmp_path: Path) -
     close_clean(store)
 
 
+def test_private_pages_that_are_given_up_while_they_are_written_go_when_they_land(
+    tmp_path: Path,
+) -> None:
+    store = open_store(Config(vram=2, disk=60), device(), tmp_path)
+    held = HeldDisk(store)
+    one = Sequence(store)
+    one.append([1] * 2 * TOKENS, 0, named=False)
+    one.session.seal()
+    with pytest.raises(DeadlineExceededError):
+        store.take_tails(2, timeout_s=0.1)
+    assert len(held.futures) == 2
+    one.session.close()
+    for future in held.futures:
+        future.set_result(None)
+    store.poll()
+    store.check()
+    assert [tier.pages for tier in store.stats().tiers.values()] == [0, 0, 0]
+    close_clean(store)
+
+
 def test_all_bounce_slots_taken_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     store = open_store(Config(vram=2, disk=60), device(), tmp_path)
     put_chain(store, chain(1))
@@ -468,6 +491,20 @@ def test_a_damaged_record_ends_the_prefix_and_can_be_stored_again(
     assert read_all(store, keys) == 2
     put_chain(store, keys)
     assert read_all(store, keys) == 5
+    close_clean(store)
+
+
+def test_pages_behind_a_damaged_one_are_let_go_though_nobody_asked_for_them(
+    tmp_path: Path,
+) -> None:
+    store = open_store(Config(vram=1, disk=60), device(), tmp_path)
+    keys = chain(5)
+    put_chain(store, keys)
+    store.flush()
+    assert store.demote(keys[4])
+    assert damage(store, keys[2])
+    assert read_all(store, keys[:3]) == 2
+    assert [store.contains(key) for key in keys] == [True, True, False, False, False]
     close_clean(store)
 
 
@@ -626,10 +663,10 @@ def a_page_read_by_a_step_makes_room_for_the_host(on: EmulatedDevice, _: Path) -
 def two_threads_of_torch_work(on: EmulatedDevice, _: Path) -> None:
     store = open_store(Config(vram=3), on)
     one, two = Sequence(store), Sequence(store)
-    with on.on(on.stream("another")):
-        one.append([1] * (2 * TOKENS + 1), 0)
-    one.session.close()
     two.append([1] * (TOKENS + 1), 0)
+    with on.on(on.stream("another")):
+        one.append([1], 0)
+    one.session.close()
     three = two.fork()
     for sequence in (two, three):
         sequence.check()

@@ -91,7 +91,9 @@ class Staging:
         if half.bounce is None or half.bounce.nbytes < nbytes:
             if half.bounce is not None:
                 self.device.free(half.bounce)
-            half.bounce = self.device.alloc_host(nbytes + nbytes // 4)
+            # Memory made under inference_mode could never be written outside it again.
+            with torch.inference_mode(False):
+                half.bounce = self.device.alloc_host(nbytes + nbytes // 4)
         return half.bounce
 
     def start(self, side: int, token_bytes: int, row: int, column: int) -> int:

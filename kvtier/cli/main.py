@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
+from kvtier.cli.stress_options import add_stress, stress_options
 from kvtier.errors import ConfigError, KvtierError
 
 EXIT_FAILED = 1
@@ -26,6 +27,7 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add_run(commands)
+    add_stress(commands)
     return parser, dict(commands.choices)
 
 
@@ -43,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"kvtier {args.command}"
     try:
         reject_unknown(extras, option_names(commands[args.command]), args.command)
+        if args.command == "stress":
+            checked = stress_options(args)
+            from kvtier.cli.stress import stress
+
+            return stress(checked)
         options = run_options(args)
         # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -124,7 +124,9 @@ class _Job:
             if history is not None:
                 done = outcome.generation
                 history.finish(record, done.tokens, done.ttft_s, outcome.restored)
-            report = self._report(outcome, plan, cache, store.stats(), device.name, spec)
+            stats = store.stats()
+            self.display.watch(lambda: stats)  # the store is about to close
+            report = self._report(outcome, plan, cache, stats, device.name, spec)
         report.text = tokenizer.decode(outcome.generation.tokens, skip_special_tokens=True)
         report.cold_ttft_s = record.cold_ttft_s
         report.flush_s = flush_s

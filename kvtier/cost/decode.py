@@ -10,7 +10,8 @@ layer by layer, because copies of one layer run beside the compute of another. M
 with c the compute of a layer (its weights, its KV, the kernels' start), x its copy and h the
 submission of that copy by the host. ``cold_start=False`` leaves out x_0: the first layer's pages
 were fetched during the step before. A pageable copy blocks its caller, so there the step is the sum
-of all c and x. Weights behind the link are touched by the kernels that need them: their time is
+of all c and x. What lies on disk is read by the host before its copy can start, so that time is
+part of h. Weights behind the link are touched by the kernels that need them: their time is
 added, never hidden; that is what makes the driver's fallback a cliff.
 
 Gathering pages into staging memory reads and writes the hot KV once more before attention reads it
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.cost.cliff import Level, level
-from kvtier.cost.links import LinkPath
+from kvtier.cost.links import DISK_RATE, LinkPath
 from kvtier.devices.cards import KERNEL_START_S, VRAM_EFFICIENCY, Card
 
 #: Seconds of a step that no layer explains: launches, sampling, scheduling. About 3 ms for vLLM on
@@ -43,6 +44,7 @@ class LayerLoad:
         weights: in VRAM. off: weights behind the link.
         hot, cold: KV in VRAM, KV behind the link.
         pieces: contiguous runs of bytes that ``cold`` comes in.
+        disk: the part of ``cold`` that is read from disk first.
     """
 
     weights: float = 0.0
@@ -50,6 +52,7 @@ class LayerLoad:
     hot: float = 0.0
     cold: float = 0.0
     pieces: int = 0
+    disk: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class StepTime:
     Attributes:
         seconds: the step.
         compute_s: all kernels. copy_s: cold KV on the link. off_s: weights over the link.
-        host_s: submission of the copies. fixed_s: what no layer explains.
+        host_s: submission of the copies. disk_s: reads from disk. fixed_s: what no layer explains.
     """
 
     seconds: float
@@ -67,14 +70,16 @@ class StepTime:
     copy_s: float
     off_s: float
     host_s: float
+    disk_s: float
     fixed_s: float
 
     @property
     def bound(self) -> str:
-        """What the step waits for most: ``memory``, ``link`` or ``host``."""
+        """What the step waits for most: ``memory``, ``link``, ``disk`` or ``host``."""
         parts = {
             "memory": self.compute_s,
             "link": self.copy_s + self.off_s,
+            "disk": self.disk_s,
             "host": self.host_s + self.fixed_s,
         }
         return max(parts, key=lambda name: parts[name])
@@ -111,14 +116,15 @@ def step_time(
     copy = [link.seconds(layer.cold, layer.pieces) for layer in layers]
     off = [link.seconds(layer.off) for layer in layers]
     host = [link.host_seconds(layer.pieces) if layer.cold else 0.0 for layer in layers]
+    disk = [layer.disk / DISK_RATE for layer in layers]
     total = sum(off)
     if link.blocks:
-        total += sum(compute) + sum(copy) + sum(host)
+        total += sum(compute) + sum(copy) + sum(host) + sum(disk)
     else:
-        total += (max(copy[0], host[0]) if cold_start else 0.0) + compute[-1]
-        for c, x, h in zip(compute, copy[1:], host[1:], strict=False):
-            total += max(c, x, h)
-    return StepTime(total + step_s, sum(compute), sum(copy), sum(off), sum(host), step_s)
+        total += (disk[0] + max(copy[0], host[0]) if cold_start else 0.0) + compute[-1]
+        for c, x, h, d in zip(compute, copy[1:], host[1:], disk[1:], strict=False):
+            total += max(c, x, h + d)
+    return StepTime(total + step_s, sum(compute), sum(copy), sum(off), sum(host), sum(disk), step_s)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ class EmulatedDevice(Device):
         self.card = spec.card
         self.scale = scale
         self.name = f"emulated {self.card.slug}"
-        self.link = (spec.link if link is None else link).scaled(scale)
+        full_link = spec.link if link is None else link
+        self.link = full_link.scaled(scale)
         self.faults = Faults() if faults is None else faults
         self.has_payload = payload
         self._bandwidth = self.card.memory_bandwidth * efficiency * scale
@@ -118,7 +119,8 @@ class EmulatedDevice(Device):
         self._heap = Heap(
             self,
             capacity=round(full * scale),
-            link=self.link,
+            link=full_link,
+            scale=scale,
             pin=pinned and spec.kind != "pageable",
             payload=payload,
             faults=self.faults,

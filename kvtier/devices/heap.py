@@ -22,7 +22,7 @@ class Heap:
     Args:
         device: whose memory it is.
         capacity: limit of VRAM in bytes.
-        link: for the warning about memory that cannot be pinned.
+        link, scale: for the warning about memory that cannot be pinned; at full size.
         pin: False emulates a host where nothing can be pinned.
         payload: whether buffers hold bytes; without, they only count.
         faults: allocations that fail, pinning that is refused.
@@ -34,6 +34,7 @@ class Heap:
         *,
         capacity: int,
         link: LinkModel,
+        scale: float,
         pin: bool,
         payload: bool,
         faults: Faults,
@@ -42,6 +43,7 @@ class Heap:
         self.used = self.host = self.peak = 0
         self._device = device
         self._link = link
+        self._scale = scale
         self._pin = pin
         self._payload = payload
         self._faults = faults
@@ -108,6 +110,7 @@ class Heap:
         if self._warned:
             return
         self._warned = True
+        nbytes = round(nbytes / self._scale)
         pinned = self._link.rate("h2d", nbytes)
         pageable = self._link.rate("h2d", nbytes, pinned=False)
         warnings.warn(

@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -112,6 +111,17 @@ class StoreBase:
             page_bytes=layout.page_bytes,
             capacity_bytes=max(4, min(64, BOUNCE_BYTES // layout.page_bytes)) * layout.page_bytes,
         )
+        #: layer -> number of its plane, in page order.
+        self.plane_numbers = {
+            p.layer: n for n, p in enumerate(p for p in layout.planes if p is not None)
+        }
+        #: Leases that sessions keep between steps; held here, so that one whose session was
+        #: forgotten can still be closed when room is needed.
+        self._idle: set[Lease] = set()
+        self._open_leases = 0
+        self._stats = StoreStats()
+        self._names = itertools.count(1)
+        self._closed = False
         disk_tier: DiskTier | None = None
         try:
             if "disk" in policies:
@@ -125,24 +135,17 @@ class StoreBase:
                     durability=durability,
                     timeout_s=timeout_s,
                 )
+            self._placement = Placement(
+                self.device, self._directory, slots, disk_tier, bounce, self._park
+            )
+            if disk_tier is not None:
+                self._register_disk(disk_tier)
         except BaseException:
+            if disk_tier is not None:
+                disk_tier.close()
             if self._owns_device:
                 self.device.close()
             raise
-        #: layer -> number of its plane, in page order.
-        self.plane_numbers = {
-            p.layer: n for n, p in enumerate(p for p in layout.planes if p is not None)
-        }
-        self._placement = Placement(
-            self.device, self._directory, slots, disk_tier, bounce, self._park
-        )
-        self._idle: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._open_leases = 0
-        self._stats = StoreStats()
-        self._names = itertools.count(1)
-        self._closed = False
-        if disk_tier is not None:
-            self._register_disk(disk_tier)
 
     @staticmethod
     def _load_policies(spec: str, sizes: dict[str, int]) -> dict[str, ResidencyPolicy]:

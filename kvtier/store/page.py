@@ -62,6 +62,11 @@ class Page:
     def facts(self, nbytes: int) -> PageFacts:
         return PageFacts(self.key, self.parent, self.depth, nbytes)
 
+    @property
+    def kept(self) -> bool:
+        """Whether somebody owns the page, or a lease or a transfer holds a copy of it."""
+        return bool(self.owners) or any(c.holds or c.arriving for c in self.copies.values())
+
     def readable(self) -> Copy | None:
         """The fastest copy whose bytes are in place."""
         for tier in TIERS:

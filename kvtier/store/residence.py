@@ -54,6 +54,8 @@ class Residence:
         self.stored_bytes = disk.stored_bytes_of(directory.page_bytes) if disk is not None else 0
         self._park = park
         self._leaving: Counter[str] = Counter()
+        #: Pages to drop as soon as nothing below them is held.
+        self._condemned: dict[bytes, Page] = {}
         self._unsaid: list[str] = []
 
     # ------------------------------------------------------------------ arriving and leaving
@@ -118,11 +120,13 @@ class Residence:
     # ------------------------------------------------------------------ going
 
     def reap(self, page: Page) -> None:
-        """Drop a page that nobody can find any more (unowned, and ephemeral or without its prefix),
-        and then what was kept for it alone."""
-        at: Page | None = page
-        while at is not None and self._useless(at) and self.drop_page(at):
-            at = self.directory.get(at.parent) if at.parent is not None else None
+        """Drop a page that nobody can find any more: unowned, and ephemeral or without its prefix.
+        What cannot go yet, for something below it is held, goes with the first call after that."""
+        if self._useless(page):
+            self._condemned[page.key] = page
+        for each in list(self._condemned.values()):
+            if not self._useless(each) or self.drop_page(each):
+                self._condemned.pop(each.key, None)
 
     def _useless(self, page: Page) -> bool:
         if page.owners or self.directory.get(page.key) is not page:
@@ -141,8 +145,10 @@ class Residence:
     def drop_page(self, page: Page) -> bool:
         """Remove a page from all tiers, after the pages below it, which are of no use without it.
         False, and nothing done, if one of them is held or owned."""
+        if page.kept:
+            return False
         doomed = [*self.directory.descendants(page), page]
-        if any(p.owners or any(c.holds or c.arriving for c in p.copies.values()) for p in doomed):
+        if any(p.kept for p in doomed):
             return False
         for p in doomed:
             for copy in list(p.copies.values()):

@@ -166,6 +166,7 @@ class TieredStore(SessionPages):
         """Move a page one tier down now. False if it is held, not there, already in the last tier,
         or could not be moved (no room below, or the copy failed)."""
         with self._locked(timeout_s) as deadline:
+            self._placement.drain(deadline)  # what holds a copy may only be a transfer
             page = self._directory.get(key)
             copy = page.readable() if page is not None else None
             if page is None or copy is None or copy.holds or copy.tier == self._directory.floor:

@@ -14,18 +14,21 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
 from kvtier.cost.decode import STEP_S
+from kvtier.cost.links import DISK_RATE
 from kvtier.devices.base import Buffer
 from kvtier.devices.cards import VRAM_EFFICIENCY
 from kvtier.devices.emulated import EmulatedDevice
 from kvtier.devices.operations import Span
-from kvtier.errors import CopyFailedError, KvtierError, OffloadWarning, PageLostError, TierFullError
+from kvtier.errors import CopyFailedError, KvtierError, OffloadWarning, PageLostError
 from kvtier.identity import ModelIdentity
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
@@ -37,32 +40,54 @@ Watch = Callable[[str, int, int, TieredStore], None]
 
 #: Errors after which a step can be tried again, and how often.
 _RETRIES = 20
+#: Virtual seconds for the work of a step.
+_LONGEST_WAIT_S = 3600.0
 #: How often lost sequences are computed anew before the context is given up.
 _REBUILDS = 3
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Virtual seconds of one decode step, and those its copies to VRAM and its kernels took."""
+
+    seconds: float
+    h2d_s: float
+    compute_s: float
+
+
 def run_context(
-    plan: LoadPlan, *, watch: Watch | None = None, trace: Path | None = None
+    plan: LoadPlan,
+    *,
+    watch: Watch | None = None,
+    trace: Path | None = None,
+    steps: Callable[[StepTimes], None] | None = None,
 ) -> ContextResult:
     """Prefill and decode at one context.
 
     Args:
         watch: told after every step.
         trace: file for the run's Chrome trace.
+        steps: told the times of every decode step.
 
     Raises:
         ConfigError: the plan does not fit; names the option.
     """
     plan.check()
-    return _Load(plan, watch, trace).run()
+    return _Load(plan, watch, trace, steps).run()
 
 
 class _Load:
-    def __init__(self, plan: LoadPlan, watch: Watch | None, trace: Path | None) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        watch: Watch | None,
+        trace: Path | None,
+        steps: Callable[[StepTimes], None] | None,
+    ) -> None:
         self.plan, self.spec = plan, plan.spec
         self.result = empty_result(plan)
         self.failures: Counter[str] = Counter()
-        self._watch, self._trace = watch, trace
+        self._watch, self._trace, self._steps = watch, trace, steps
         self._scale = 1 / plan.divisor
         self._checks = 0
 
@@ -112,7 +137,7 @@ class _Load:
                 vram=plan.tier_pages * plan.run_layout.page_bytes,
                 host=self._pages(self.spec.host),
                 disk=round(self.spec.disk * self._scale),
-                path=self.spec.path,
+                path=self._folder(),
                 policy=self.spec.policy,
                 check=self.spec.check,
             )
@@ -131,6 +156,11 @@ class _Load:
     def _pages(self, nbytes: int) -> int:
         """A tier of as many pages as ``nbytes`` hold at full size."""
         return nbytes // self.plan.layout.page_bytes * self.plan.run_layout.page_bytes
+
+    def _folder(self) -> Path | None:
+        """A folder of its own: pages of another context would be found again."""
+        path = self.spec.path
+        return None if path is None else path / f"context-{self.plan.context}"
 
     def _close(self, store: TieredStore) -> None:
         """Close everything and recount: nothing may be left."""
@@ -159,6 +189,8 @@ class _Load:
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._close_sessions)
+                # At once for all sequences: growing it later would take more.
+                self.stream.staging.fit(spec.sessions, self.plan.columns, store.timeout_s)
                 self._prefill()
                 moved = {name: link.bytes for name, link in store.stats().links.items()}
                 result.prefill_s = self.device.now_s
@@ -171,9 +203,7 @@ class _Load:
                 result.evicted = {name: tier.pages_out for name, tier in stats.tiers.items()}
                 result.pages = sum(len(session.pages) for session in self.sessions)
                 result.cold_pages = sum(
-                    "vram" not in page.copies
-                    for session in self.sessions
-                    for page in session.pages
+                    "vram" not in page.copies for session in self.sessions for page in session.pages
                 )
                 self._check_books()
         finally:
@@ -193,6 +223,10 @@ class _Load:
                 count = min(plan.chunk, plan.context - session.length)
                 self._step([number], count)
                 self._tell("prefill", number * plan.context + session.length, total)
+                # As whoever samples a token does.
+                with contextlib.suppress(CopyFailedError):  # told to whoever needs the bytes
+                    self.device.synchronize(_LONGEST_WAIT_S)
+            session.seal()
 
     def _decode(self) -> None:
         result, spec = self.result, self.spec
@@ -201,6 +235,7 @@ class _Load:
         while not spec.duration.over(result.steps, last - began):
             if self.sessions[0].length >= self.plan.context + SPARE_TOKENS:
                 break
+            busy_before = dict(self.device.stats.busy_s)
             try:
                 self._step(numbers, 1)
             except PageLostError:
@@ -209,9 +244,18 @@ class _Load:
                 began += self.device.now_s - last
                 last = self.device.now_s
                 continue
-            self.device.synchronize(3600.0)
+            self.device.synchronize(_LONGEST_WAIT_S)
             self.device.host_work(STEP_S)
             result.steps += 1
+            if self._steps is not None:
+                busy = self.device.stats.busy_s
+                self._steps(
+                    StepTimes(
+                        self.device.now_s - last,
+                        busy["h2d"] - busy_before["h2d"],
+                        busy["vram"] - busy_before["vram"],
+                    )
+                )
             last = self.device.now_s
             result.decode_s = last - began
             done = result.steps if spec.duration.steps else round(result.decode_s * 1e3)
@@ -260,7 +304,7 @@ class _Load:
             except CopyFailedError as error:
                 self._failed(error)
                 with contextlib.suppress(CopyFailedError):
-                    self.device.synchronize(3600.0)
+                    self.device.synchronize(_LONGEST_WAIT_S)
         raise CopyFailedError(f"a step failed {_RETRIES} times in a row")
 
     def _try_step(self, numbers: list[int], new: int) -> None:
@@ -292,9 +336,12 @@ class _Load:
             # As when a kernel touches memory that the driver has paged out: nothing hides it.
             size = self.scratch.nbytes
             start = min(place * size, self.off_weights.nbytes - size)
-            device.copy(compute, [(self.scratch.range(), self.off_weights.range(start, start + size))])
+            device.copy(
+                compute, [(self.scratch.range(), self.off_weights.range(start, start + size))]
+            )
             reads.append(self.scratch.range())
         k, v = self._values(layer, numbers, before, new)
+        read_before = self._from_disk()
         keys, values = self.stream.update(layer, k, v)
         if self.spec.payload and (before + place) % len(self.stream.layers) == 0:
             self._compare(keys, layer, numbers, before + new)
@@ -311,6 +358,12 @@ class _Load:
             flops=2 * active * tokens / plan.paged_layers * self._scale,
             reads=reads,
         )
+        if self.spec.disk:
+            # The disk is no part of the emulated card; the host waits while it reads.
+            device.host_work((self._from_disk() - read_before) / (DISK_RATE * self._scale))
+
+    def _from_disk(self) -> int:
+        return self.store.stats().links["disk->host"].bytes if self.spec.disk else 0
 
     def _values(
         self, layer: int, numbers: list[int], before: int, new: int
@@ -324,9 +377,10 @@ class _Load:
                 made.append(torch.empty(shape, dtype=dtype, device="meta"))
                 continue
             width = part.dim * dtype.itemsize
-            pattern = _pattern(layer, numbers, before, before + new)
-            wide = pattern[:, None, :, None].expand(-1, part.heads, -1, width).contiguous()
-            made.append(wide.view(dtype) if width else torch.empty(shape, dtype=dtype))
+            wide = np.empty((*shape[:3], width), dtype=np.uint8)
+            wide[:] = _pattern(layer, numbers, before, before + new)[:, None, :, None]
+            raw = torch.from_numpy(wide)
+            made.append(raw.view(dtype) if width else torch.empty(shape, dtype=dtype))
         return made[0], made[1]
 
     def _compare(self, got: torch.Tensor, layer: int, numbers: list[int], stop: int) -> None:
@@ -335,10 +389,10 @@ class _Load:
             return
         seen = got.shape[2]
         wanted = _pattern(layer, numbers, stop - seen, stop)[:, None, :, None]
-        bytes_seen = got.view(torch.uint8)
-        self.result.checked_bytes += bytes_seen.numel()
-        if not bool((bytes_seen == wanted).all()):
-            wrong = int((bytes_seen != wanted).sum())
+        bytes_seen = got.view(torch.uint8).numpy()
+        self.result.checked_bytes += bytes_seen.size
+        wrong = np.count_nonzero(bytes_seen != wanted)
+        if wrong:
             raise AssertionError(f"{wrong} bytes of layer {layer} are not those that were written")
 
     def _traffic(self, reads: Sequence[Span], writes: Sequence[Span]) -> int:
@@ -391,7 +445,7 @@ def _tokens(number: int, before: int, new: int) -> list[int]:
     return [number * 1_000_003 + token for token in range(before, before + new)]
 
 
-def _pattern(layer: int, numbers: list[int], start: int, stop: int) -> torch.Tensor:
+def _pattern(layer: int, numbers: list[int], start: int, stop: int) -> np.ndarray:
     """A byte a token: uint8 ``[rows, tokens]``."""
-    rows = torch.tensor(numbers)[:, None] * 31 + torch.arange(start, stop)[None] * 7 + layer * 13
-    return (rows % 251).to(torch.uint8)
+    rows = np.array(numbers)[:, None] * 31 + np.arange(start, stop)[None] * 7 + layer * 13
+    return (rows % 251).astype(np.uint8)

@@ -25,9 +25,6 @@ from kvtier.units import format_size
 #: Tokens of a decode run that the staging memory is made for, beyond the context.
 SPARE_TOKENS = 512
 
-#: Contexts are searched up to here for where the cliff begins.
-_LONGEST = 1 << 24
-
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -119,10 +116,17 @@ class LoadPlan:
         return max(0, self.pages - room)
 
     @property
+    def disk_pages(self) -> int:
+        """Cold pages that have no room in host RAM either."""
+        return max(0, self.cold_pages - self.spec.host // self.layout.page_bytes)
+
+    @property
     def chunk(self) -> int:
-        """Tokens of a prefill step: at most half of what the VRAM tier holds, in whole pages."""
+        """Tokens of a prefill step: at most half of what the VRAM tier holds beside a page a
+        sequence, in whole pages."""
         page = self.spec.page_tokens
-        return max(page, min(self.spec.chunk, self.tier_pages // 2 * page) // page * page)
+        room = (self.tier_pages - self.spec.sessions) // 2 * page
+        return max(page, min(self.spec.chunk, room) // page * page)
 
     def check(self) -> None:
         """Raise ConfigError if the load cannot run."""
@@ -185,6 +189,7 @@ class LoadPlan:
                     hot=(seen - cold) * per_token,
                     cold=cold * per_token,
                     pieces=parts * round(cold / spec.page_tokens),
+                    disk=cold * per_token * self.disk_pages / max(1, self.cold_pages),
                 )
             )
         return loads
@@ -202,13 +207,15 @@ class LoadPlan:
         """What is to be said before the work starts."""
         spec = self.spec
         need = self.weights + self.staging + (self.pages + spec.sessions) * self.layout.page_bytes
+        fits = f"keep everything in VRAM, where it fits ({format_size(need)}"
+        more = f"{format_size(need)} of VRAM, a shorter context, or KV and weights in fewer bits"
         return offload_warning(
             self.predicted,
             spec.card.card,
             self.link,
             share=off_card_share(self.layers),
             sequences=spec.sessions,
-            instead=f"{format_size(need)} of VRAM, a shorter context, or KV and weights in fewer bits",
+            instead=f"{fits} of {format_size(self.vram)})" if need <= self.vram else more,
         )
 
 
@@ -234,9 +241,17 @@ def find_cliff(spec: LoadSpec) -> Cliff:
         plan = LoadPlan(spec, context)
         return plan.predicted.factor if plan.tier_pages >= 2 * spec.sessions else float("inf")
 
+    # With weights behind the link a short context is the slow one, so no plain bisection: the
+    # first of some lengths that is slow enough, then between it and the one before.
+    lengths = sorted({round(2 ** (n / 4)) for n in range(65)})
+
     def first(bad: float) -> int | None:
-        lo, hi = 0, _LONGEST // spec.page_tokens
-        if slow(hi * spec.page_tokens) < bad:
+        lo = 0
+        for hi in lengths:
+            if slow(hi * spec.page_tokens) >= bad:
+                break
+            lo = hi
+        else:
             return None
         while hi - lo > 1:
             middle = (lo + hi) // 2
@@ -249,7 +264,7 @@ def find_cliff(spec: LoadSpec) -> Cliff:
 
     fits = 0
     if not spec.weights_off:
-        lo, hi = 0, _LONGEST
+        lo, hi = 0, lengths[-1] * spec.page_tokens
         while hi - lo > spec.page_tokens:
             middle = (lo + hi) // 2
             plan = LoadPlan(spec, middle)

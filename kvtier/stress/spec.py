@@ -40,7 +40,9 @@ def parse_duration(text: str) -> Duration:
     value = float(match[1]) if match else 0.0
     unit = (match[2] or "steps") if match else ""
     if value <= 0 or (unit.startswith("step") and value != int(value)):
-        raise ConfigError(f"duration is {text!r}; give steps such as 32, or virtual time such as 2s")
+        raise ConfigError(
+            f"duration is {text!r}; give steps such as 32, or virtual time such as 2s"
+        )
     if unit.startswith("step"):
         return Duration(int(value), None)
     return Duration(None, value * (1e-3 if unit == "ms" else 1.0))
@@ -120,7 +122,9 @@ def parse_faults(text: str) -> FaultPlan:
         try:
             value = float(number)
         except ValueError:
-            raise ConfigError(f"fault {name} is {number!r}; give e.g. {name}={FAULTS[name]}") from None
+            raise ConfigError(
+                f"fault {name} is {number!r}; give e.g. {name}={FAULTS[name]}"
+            ) from None
         if name in _RATES:
             wrong = not 0.0 <= value <= 1.0
         elif name in ("stall-s", "slow-factor"):

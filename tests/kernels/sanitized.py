@@ -93,17 +93,19 @@ def _fixed_addresses() -> None:
 # ------------------------------------------------------------------------ in the process of its own
 
 
-def _main(kind: str, log_path: str) -> None:
+def _main(kind: str, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    log = _Log(f"{log_path}.{os.getpid()}")
+    seen = 0
     for job in (Job(**item) for item in json.load(sys.stdin)):
         if kind == "values":
             found = _in_a_fork(lambda job=job: _in_all_orders(job))  # type: ignore[misc]
         else:
-            found = _run(job, "random", small=True) | log.news()
-            # What a bug does to the values is for the rung of the values.
+            own = f"{log}.{os.getpid()}"
+            found = _run(job, "random", small=True) | _reports(own, seen)
+            seen = os.stat(own).st_size if os.path.exists(own) else 0
+        if kind != "values":  # what a bug does to the values is for the rung of the values
             found.pop(VALUES, None)
         print(json.dumps(asdict(Outcome(job.name, found))), flush=True)
 
@@ -111,10 +113,11 @@ def _main(kind: str, log_path: str) -> None:
 def _in_all_orders(job: Job) -> dict[str, str]:
     import cpumod
 
-    found: dict[str, str] = {}
     for order in cpumod.ORDERS:
-        found = _run(job, order, small=False) | found
-    return found
+        found = _run(job, order, small=False)
+        if found:
+            return found
+    return {}
 
 
 def _run(job: Job, order: Any, *, small: bool) -> dict[str, str]:
@@ -137,25 +140,18 @@ def _run(job: Job, order: Any, *, small: bool) -> dict[str, str]:
     return {}
 
 
-class _Log:
-    """What the sanitizer writes."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.seen = 0
-
-    def news(self) -> dict[str, str]:
-        """Its reports since the last call, by rung."""
-        if not self.path.exists():
-            return {}
-        content = self.path.read_bytes()
-        text = re.sub(r"\x1b\[[0-9;]*m", "", content[self.seen :].decode(errors="replace"))
-        self.seen = len(content)
-        return {
-            rung: next(line for line in text.splitlines() if words in line)
-            for words, rung in _REPORTS.items()
-            if words in text
-        }
+def _reports(log: str, skip: int = 0) -> dict[str, str]:
+    """What the sanitizer wrote into its log after ``skip`` bytes, by rung."""
+    if not os.path.exists(log):
+        return {}
+    text = Path(log).read_bytes()[skip:].decode(errors="replace")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    found = {}
+    for words, rung in _REPORTS.items():
+        line = next((line for line in lines if words in line), None)
+        if line is not None:
+            found[rung] = line
+    return found
 
 
 def _in_a_fork(work: Callable[[], dict[str, str]]) -> dict[str, str]:

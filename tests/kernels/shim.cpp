@@ -32,6 +32,8 @@ constexpr unsigned ORDERS_NOTHING = 1;
 extern "C" {
 void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
 void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom_old, size_t* size_old);
+void __asan_poison_memory_region(const volatile void* address, size_t size);
+void __asan_unpoison_memory_region(const volatile void* address, size_t size);
 }
 #endif
 
@@ -213,6 +215,9 @@ void give_back(Block& done) {
     for (auto& fiber : done.fibers)
         if (fiber->state == State::DONE) idle.push_back(std::move(fiber));
     done.fibers.clear();
+#ifdef KVT_ASAN
+    __asan_unpoison_memory_region(done.shared.get() + shared_bytes, CANARY_BYTES);
+#endif
 }
 
 void prepare_block() {
@@ -221,6 +226,9 @@ void prepare_block() {
     block->shared.reset(new unsigned char[shared_bytes + CANARY_BYTES]);
     std::fill_n(block->shared.get(), shared_bytes, POISON);
     std::fill_n(block->shared.get() + shared_bytes, CANARY_BYTES, CANARY);
+#ifdef KVT_ASAN
+    __asan_poison_memory_region(block->shared.get() + shared_bytes, CANARY_BYTES);  // reads are found as well
+#endif
     for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = *(block->fibers[i] = take_fiber());
         fiber.state = State::RUNS, fiber.linear = i, fiber.warp_steps = fiber.block_steps = 0;
@@ -267,6 +275,9 @@ void run_block(int order, std::mt19937_64& random) {
         if (!same) return fail("threads of a block wait for each other at different places: " + where_they_are());
         for (Fiber* fiber : turn) fiber->state = State::RUNS;
     }
+#ifdef KVT_ASAN
+    __asan_unpoison_memory_region(block->shared.get() + shared_bytes, CANARY_BYTES);
+#endif
     for (unsigned i = 0; i < CANARY_BYTES; i++)
         if (block->shared[shared_bytes + i] != CANARY)
             return fail("wrote past the end of its " + std::to_string(shared_bytes) + " bytes of shared memory");

@@ -191,7 +191,6 @@ class TieredCache(Cache):
 
     # ------------------------------------------------------------------ what transformers calls
 
-    @_plain_tensors
     def serve(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,6 +388,7 @@ class TieredCache(Cache):
                 "run all layers of the store's layout, in order"
             )
 
+    @_plain_tensors
     def _begin(self, k: torch.Tensor) -> None:
         self._open()
         inputs, self._inputs = self._inputs, None
