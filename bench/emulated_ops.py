@@ -1,12 +1,14 @@
 """Operations per CPU second of the emulated device, with and without race checks.
 
 The store's pattern: a 64 MiB slab of 40 slots in VRAM and one in host memory; pages go up, are read
-by attention, and go down again, ordered by events. Run: ``python bench/emulated_ops.py``.
+by attention, and go down again, ordered by events. Run: ``python bench/emulated_ops.py``;
+exit status 1 if a line with race checks is under ``--least``.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 from kvtier.devices.base import Event
@@ -54,18 +56,23 @@ def churn(steps: int, check_races: bool, planes: int) -> tuple[float, float]:
     return operations / (time.process_time() - start), device.now_s
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000)
-    steps = parser.parse_args().steps
+    parser.add_argument("--least", type=float, default=20_000)
+    args = parser.parse_args()
+    slow = False
     for planes in (1, 16):
         for check_races in (True, False):
-            rate, seconds = churn(steps, check_races, planes)
+            rate, seconds = churn(args.steps, check_races, planes)
+            slow = slow or (check_races and rate < args.least)
             print(
                 f"{planes:2d} planes a page, race checks {'on ' if check_races else 'off'}: "
                 f"{rate:8,.0f} operations per CPU second ({seconds * 1e3:.1f} ms simulated)"
             )
+    print(f"wanted with race checks: {args.least:,.0f}")
+    return 1 if slow else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ from kvtier.store.store import TieredStore
 
 @pytest.fixture
 def store(tmp_path: Path) -> TieredStore:
-    return open_store(Config(vram=3, host=4, disk=60), device(), tmp_path)
+    return open_store(Config(vram=3, host=20, disk=60), device(), tmp_path)
 
 
 async def put(store: AsyncStore, keys: list[bytes]) -> None:

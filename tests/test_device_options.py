@@ -1,11 +1,13 @@
 """Cards by numbers, scale, no payload, engines, slow links and stale events."""
 
+import ctypes
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_device_contract import FakeCuda, open_faked
 
 from kvtier.devices import open_device
 from kvtier.devices.batch import find_batch_copy
@@ -32,7 +34,7 @@ def test_a_card_by_numbers() -> None:
 
 def test_a_name_with_other_numbers() -> None:
     card = find_card(DEFAULT_CARD)
-    assert parse_card(DEFAULT_CARD).card is card
+    assert parse_card(DEFAULT_CARD).card == card
     fallback = parse_card(f"{DEFAULT_CARD},link=fallback")
     assert fallback.link.h2d == card.link("fallback").rate
     given_rate = parse_card(f"{DEFAULT_CARD},link=fallback,rate=3GB/s")
@@ -242,18 +244,18 @@ def test_copies_of_many_parts_move_what_single_ones_do(moves: list[tuple[int, in
 class FakeRuntime:
     """What of ``cuda.bindings.runtime`` a batch copy needs."""
 
-    class cudaMemcpyAttributes:  # noqa: N801
-        srcAccessOrder = None  # noqa: N815
+    class cudaMemcpyAttributes:
+        srcAccessOrder = None
 
-    class cudaMemcpySrcAccessOrder:  # noqa: N801
-        cudaMemcpySrcAccessOrderStream = 1  # noqa: N815
+    class cudaMemcpySrcAccessOrder:
+        cudaMemcpySrcAccessOrderStream = 1
 
     def __init__(self, result: tuple[int, ...] = (0,)) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.result = result
 
-    def cudaMemcpyBatchAsync(self, *arguments: object) -> tuple[int, ...]:  # noqa: N802
-        dsts, srcs, sizes, count, attrs, indices, number, stream = arguments
+    def cudaMemcpyBatchAsync(self, *arguments: object) -> tuple[int, ...]:
+        dsts, srcs, sizes, count, _attrs, indices, number, stream = arguments
         self.calls.append((dsts, srcs, sizes, count, indices, number, stream))
         return self.result
 
@@ -271,3 +273,36 @@ def test_a_batch_that_the_driver_refuses_is_not_done() -> None:
     assert batch is not None
     assert not batch([1], [2], [3], 4)
     assert find_batch_copy(object()) is None
+
+
+@pytest.mark.parametrize(("piece", "calls"), [(64 * 1024, 1), (1024, 0)])
+def test_cuda_copies_large_pieces_in_a_batch_and_small_ones_by_kernel(
+    piece: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By size of the pieces; proves the calls, not the card."""
+    batches: list[int] = []
+    small: list[int] = []
+
+    def batch(dsts: list[int], srcs: list[int], sizes: list[int], stream: int) -> bool:
+        batches.append(len(sizes))
+        for dst, src, size in zip(dsts, srcs, sizes, strict=True):
+            ctypes.memmove(dst, src, size)
+        return True
+
+    device = open_faked(monkeypatch, FakeCuda())
+    monkeypatch.setattr(device, "_batch", batch)
+    monkeypatch.setattr(device, "_small_copy", lambda pieces, *_: bool(small.append(len(pieces))))
+    host, vram = device.alloc_host(8 * piece), device.alloc(8 * piece)
+    values = torch.randint(0, 256, (8 * piece,), dtype=torch.uint8)
+    device.host(host.range(), write=True).copy_(values)
+    parts = [
+        (vram.range(at * piece, (at + 1) * piece), host.range(of * piece, (of + 1) * piece))
+        for at, of in ((0, 5), (3, 1), (7, 2))
+    ]
+    device.copy(device.stream("h2d"), parts)
+    for to, source in parts:
+        assert torch.equal(to.raw(), source.raw())
+    assert (batches, small) == ([3] * calls, [3] * (1 - calls))
+    device.copy(device.stream("h2d"), parts[:1])
+    assert len(batches) == calls, "one piece is one DMA"
+    device.close()

@@ -527,6 +527,25 @@ def test_a_record_that_rots_under_a_lease_is_an_error_and_never_wrong_bytes(tmp_
     close_clean(store)
 
 
+def test_a_page_that_comes_back_above_a_leased_one_on_disk_is_written_again(tmp_path: Path) -> None:
+    config = Config(vram=2, disk=60, disk_write="write_back")
+    keys = chain(2)
+    with open_store(config, device(), tmp_path) as store:
+        put_chain(store, keys)
+    store = open_store(config, device(), tmp_path)
+    with store.match(keys, promote=False) as lease:
+        assert lease.tiers() == ["disk", "disk"]
+        assert damage(store, keys[0])
+        with pytest.raises(PageLostError):
+            lease.read(0)
+        put_chain(store, keys)
+        assert store.flush() == 0
+    close_clean(store)
+    store = open_store(config, device(), tmp_path)
+    assert read_all(store, keys) == 2
+    close_clean(store)
+
+
 def test_a_page_of_a_session_that_was_lost_is_an_error_and_can_be_put_again(tmp_path: Path) -> None:
     config = Config(vram=2, disk=60)
     store = open_store(config, device(), tmp_path)
@@ -660,6 +679,25 @@ def a_page_read_by_a_step_makes_room_for_the_host(on: EmulatedDevice, _: Path) -
     close_clean(store)
 
 
+def the_older_of_two_readers_ends_last(on: EmulatedDevice, _: Path) -> None:
+    scratch = on.alloc(PAGE)
+    store = open_store(Config(vram=6, host=1), on)
+    one = Sequence(store, scratch=scratch)
+    one.append([1] * TOKENS, 0)
+    one.session.seal()
+    assert store.demote(one.session.pages[0].key)
+    two = one.fork()
+    one.append([1], 0)
+    two.append([1], 0)
+    two.session.close()
+    one.session.close()
+    put_chain(store, chain(1))
+    assert read_all(store, chain(1)) == 1
+    on.synchronize(10.0)
+    on.free(scratch)
+    close_clean(store)
+
+
 def two_threads_of_torch_work(on: EmulatedDevice, _: Path) -> None:
     store = open_store(Config(vram=3), on)
     one, two = Sequence(store), Sequence(store)
@@ -681,6 +719,7 @@ def busy_day(folder: Path) -> None:
             forked_and_cropped,
             a_page_read_by_a_step_makes_room_for_an_upload,
             a_page_read_by_a_step_makes_room_for_the_host,
+            the_older_of_two_readers_ends_last,
             two_threads_of_torch_work,
         )
     ):

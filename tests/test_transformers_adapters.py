@@ -32,7 +32,9 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def lora() -> Any:
-    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+    return peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"]
+    )
 
 
 def fill(model: Any, name: str, seed: int) -> None:
@@ -87,7 +89,13 @@ def hits(model: Any, store: TieredStore) -> int:
     return found
 
 
-STATES: list[tuple[str | None, float]] = [("red", 1.0), ("red", 0.5), ("blue", 1.0), ("blue", 0.5), (None, 1.0)]
+STATES: list[tuple[str | None, float]] = [
+    ("red", 1.0),
+    ("red", 0.5),
+    ("blue", 1.0),
+    ("blue", 0.5),
+    (None, 1.0),
+]
 
 
 def test_never_a_page_of_another_adapter_or_scale(place: Place) -> None:
@@ -199,7 +207,10 @@ def test_a_batch_of_several_adapters(place: Place) -> None:
             forward(model, cache, ids, adapter_names=["red", "blue"])
         with pytest.raises(UnsupportedModelError, match="adapter_names"):
             model.generate(
-                input_ids=ids, adapter_names=["red", "blue"], max_new_tokens=2, **{tiny.KEYWORD: cache}
+                input_ids=ids,
+                adapter_names=["red", "blue"],
+                max_new_tokens=2,
+                **{tiny.KEYWORD: cache},
             )
     # PEFT leaves its hooks behind after an error; take them off for whoever comes next.
     for module in model.modules():

@@ -94,7 +94,9 @@ def test_update_works_with_and_without_the_attention_arguments(place: Place) -> 
 
         cache.update = update
         ids = prompt(1, 9)["input_ids"]
-        assert torch.equal(tiny.forward(model, cache, ids), tiny.forward(model, dynamic(model), ids))
+        assert torch.equal(
+            tiny.forward(model, cache, ids), tiny.forward(model, dynamic(model), ids)
+        )
         del cache.update
     assert seen == [0, 1, 2]
 

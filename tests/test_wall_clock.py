@@ -3,12 +3,16 @@
 import math
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier.devices.emulated import EmulatedDevice
 from kvtier.devices.faults import Faults
 from kvtier.errors import ConfigError, DeadlineExceededError, DeadlockError, RaceError
+from kvtier.layout import LayerLayout, PageLayout
+from kvtier.store.store import TieredStore
 
 MiB = 2**20
 
@@ -76,6 +80,28 @@ def test_waits_have_deadlines_and_what_never_ends_is_a_deadlock() -> None:
     device.copy(device.stream("d2h"), [(host.range(), vram.range())])
     with pytest.raises(DeadlockError, match="d2h"):
         device.stream("d2h").synchronize(60)
+    device.close()
+
+
+def test_a_store_with_a_disk_works_in_wall_time(tmp_path: Path) -> None:
+    """Real threads: the clock's, the disk's writer, and the caller's."""
+    layout = PageLayout([LayerLayout.attention(2, 16, "float16")] * 2, page_tokens=16)
+    size = layout.page_bytes
+    device = EmulatedDevice(clock="wall", dilation=10.0)
+    pages = [torch.full((size,), number, dtype=torch.uint8) for number in range(24)]
+    keys = [bytes([number]) * 32 for number in range(24)]
+    with TieredStore(
+        layout, device=device, vram=8 * size, host=8 * size, disk="64MiB", path=tmp_path
+    ) as store:
+        for number, page in enumerate(pages):
+            above = keys[number - 1] if number else None
+            store.put(keys[number], page, parent=above, identity=b"i" * 16)
+        store.flush()
+        with store.match(keys) as lease:
+            assert len(lease) == 24
+            for number in range(24):
+                assert torch.equal(lease.read(number), pages[number])
+        store.check()
     device.close()
 
 

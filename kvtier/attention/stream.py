@@ -20,7 +20,7 @@ from kvtier.attention.staging import Half, Staging
 from kvtier.attention.window import Piece, Row, Window, WindowPlanner
 from kvtier.devices.base import Buffer, Event, Range, Stream
 from kvtier.errors import ConfigError, LayoutError
-from kvtier.kernels.gather import gather_run, scatter_tokens
+from kvtier.kernels.gather import gather_heads, gather_run, scatter_tokens
 from kvtier.layout import Part, Plane
 from kvtier.store.lease import Lease
 from kvtier.store.store import TieredStore
@@ -124,9 +124,9 @@ class ExactStream:
             half.ready = None
         rows, seen = len(self._rows), window.stop - window.start
         appends = self._appends(plane.k, k.detach()) + self._appends(plane.v, v.detach())
+        by_head = not window.cold
         writes = [at for at, _ in appends]
-        for row in range(rows):
-            writes += self._filled(plane, half, row, seen)
+        writes += self._filled(plane, half, rows, seen, by_head)
         # Gathering and attention are one piece of work: it reads the pages and what was fetched.
         self.device.use(
             compute,
@@ -136,10 +136,10 @@ class ExactStream:
         )
         for at, values in appends:
             scatter_tokens(at.buffer.raw(), at.start, values)
-        self._gather(window, plane, half)
+        self._gather(window, plane, half, by_head)
         return (
-            self.staging.tensor(half, 0, plane.k, dtypes[0], rows, seen),
-            self.staging.tensor(half, 1, plane.v, dtypes[1], rows, seen),
+            self.staging.tensor(half, 0, plane.k, dtypes[0], rows, seen, by_head),
+            self.staging.tensor(half, 1, plane.v, dtypes[1], rows, seen, by_head),
         )
 
     def end(self) -> tuple[str, Event]:
@@ -227,35 +227,55 @@ class ExactStream:
                 copies.append((Range(half.buffer, to, to + nbytes), Range(source, at, at + nbytes)))
         return copies
 
-    def _filled(self, plane: Plane, half: Half, row: int, columns: int) -> list[Range]:
-        """The first columns of a row in a half: K and V."""
+    def _filled(
+        self, plane: Plane, half: Half, rows: int, columns: int, by_head: bool
+    ) -> list[Range]:
+        """The first columns of all rows in a half: K and V."""
         ranges = []
         for side, part in enumerate((plane.k, plane.v)):
             token = part.nbytes // self.layout.page_tokens
-            at = self.staging.start(side, token, row, 0)
-            ranges.append(Range(half.buffer, at, at + columns * token))
+            start = side * self.staging.v_start
+            if by_head:
+                ranges.append(Range(half.buffer, start, start + rows * columns * token))
+                continue
+            for row in range(rows):
+                at = self.staging.start(side, token, row, 0)
+                ranges.append(Range(half.buffer, at, at + columns * token))
         return ranges
 
-    def _gather(self, window: Window, plane: Plane, half: Half) -> None:
+    def _gather(self, window: Window, plane: Plane, half: Half, by_head: bool) -> None:
         """Bring the hot pages' planes and the padding into their places in a half."""
         page_tokens, page_bytes = self.layout.page_tokens, self.layout.page_bytes
         staging, target = self.staging, half.buffer.raw()
-        # K and V of equal size go in one copy.
-        sides = 2 if plane.k.nbytes == plane.v.nbytes else 1
+        columns = window.stop - window.start
+        # K and V of equal shape go in one copy.
+        sides = 2 if (plane.k.heads, plane.k.nbytes) == (plane.v.heads, plane.v.nbytes) else 1
+        both = {"sides": sides, "to_side": staging.v_start, "start_side": plane.k.nbytes}
         for side, part in enumerate((plane.k, plane.v)[: 3 - sides]):
             token = part.nbytes // page_tokens
             if not token:
                 continue
+            head = token // part.heads
             for run in window.runs:
-                gather_run(
-                    target, staging.start(side, token, run.row, run.column),
-                    run.slab.raw(), run.start + part.offset + run.first * token,
-                    pages=run.pages, page_bytes=page_bytes, nbytes=run.tokens * token,
-                    sides=sides, to_side=staging.v_start, start_side=plane.k.nbytes,
-                )  # fmt: skip
+                slab, start = run.slab.raw(), run.start + part.offset + run.first * token
+                if by_head:
+                    to = side * staging.v_start + run.row * columns * token + run.column * head
+                    gather_heads(
+                        target, to, slab, start, pages=run.pages, page_bytes=page_bytes, tokens=run.tokens,
+                        heads=part.heads, head_bytes=head, columns=columns, **both,
+                    )  # fmt: skip
+                else:
+                    gather_run(
+                        target, staging.start(side, token, run.row, run.column), slab, start,
+                        pages=run.pages, page_bytes=page_bytes, nbytes=run.tokens * token, **both,
+                    )  # fmt: skip
         for row, blank in window.blank:
-            for at in self._filled(plane, half, row, blank):
-                at.raw().zero_()
+            for side, (part, dtype) in enumerate(
+                zip((plane.k, plane.v), self._dtypes[plane.layer], strict=True)
+            ):
+                rows = len(self._rows)
+                view = staging.tensor(half, side, part, dtype, rows, columns, by_head)
+                view[row, :, :blank].zero_()
 
     def _appends(self, part: Part, values: torch.Tensor) -> list[tuple[Range, torch.Tensor]]:
         """The new tokens of all rows, cut at page boundaries: (bytes in a tail, ``[heads, tokens, dim]``)."""

@@ -179,19 +179,17 @@ class Report:
 
 
 def tier_table(tiers: dict[str, Any], links: dict[str, Any]) -> Table:
-    """The tiers now: what they hold, what they may hold, what has moved."""
+    """The tiers now: what they hold, what they may hold, what has moved. Fits 80 columns."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in (
         "tier",
         "pages",
         "bytes",
         "limit",
-        "peak",
-        "pages in",
-        "pages out",
+        "in/out",
         "hits",
         "moved down",
         "moved up",
@@ -210,9 +208,7 @@ def tier_table(tiers: dict[str, Any], links: dict[str, Any]) -> Table:
             f"{tier.pages:,}",
             format_size(tier.used_bytes),
             format_size(tier.capacity_bytes),
-            format_size(tier.peak_bytes),
-            f"{tier.pages_in:,}",
-            f"{tier.pages_out:,}",
+            f"{tier.pages_in:,}/{tier.pages_out:,}",
             f"{tier.hits:,}",
             *moved,
         )

@@ -52,12 +52,14 @@ def stress(options: StressOptions) -> int:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stress-"))
                 spec = replace(spec, path=Path(folder))
             view.load(spec.kv_dtype)
+            trace = options.trace
+            if trace is not None and len(options.loads) > 1:
+                trace = trace.with_name(f"{trace.stem}-{spec.kv_dtype}{trace.suffix}")
             if options.target_tps is not None:
-                report = sweep_vram(spec, options.target_tps, watch=view.watch, done=view.done)
+                report = sweep_vram(
+                    spec, options.target_tps, watch=view.watch, done=view.done, trace=trace
+                )
             else:
-                trace = options.trace
-                if trace is not None and len(options.loads) > 1:
-                    trace = trace.with_name(f"{trace.stem}-{spec.kv_dtype}{trace.suffix}")
                 report = run_load(spec, watch=view.watch, done=view.done, trace=trace)
             reports.append(report)
     failed = any(report.failed for report in reports)

@@ -28,7 +28,8 @@ import torch
 from kvtier.devices.base import Buffer, Device, Event, MemoryKind, Range, Stream
 from kvtier.devices.batch import BatchCopy, find_batch_copy
 from kvtier.devices.cards import Direction, vram_margin
-from kvtier.devices.parts import Piece, Run, check_range, direction_of, merge, runs
+from kvtier.devices.parts import Piece, check_range, direction_of, merge, runs
+from kvtier.devices.views import views
 from kvtier.errors import (
     ClosedError,
     ConfigError,
@@ -265,7 +266,7 @@ class CudaDevice(Device):
         with _cuda.stream(cuda):
             for run in grouped:
                 pinned = "pageable" not in (run.first.dst.kind, run.first.src.kind)
-                dst, src = _views(run)
+                dst, src = views(run)
                 dst.copy_(src, non_blocking=pinned)
 
     def _copy_together(self, pieces: Sequence[Piece], direction: Direction, cuda: Any) -> bool:
@@ -404,33 +405,3 @@ def _card_index(index: int | str) -> int:
     if not 0 <= number < count:
         raise ConfigError(f"cuda:{number} was asked for, but cards 0 to {count - 1} exist")
     return number
-
-
-def _views(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Destination and source of a run: flat for one piece, ``[number, width]`` for several.
-
-    Elements are int64 where everything is a multiple of 8, so that a strided copy moves 8 bytes a
-    time.
-    """
-    first, number, dst_pitch, src_pitch = run
-    dst, src = first.dst.raw(), first.src.raw()
-    if number == 1:
-        return (
-            dst[first.dst_start : first.dst_start + first.nbytes],
-            src[first.src_start : first.src_start + first.nbytes],
-        )
-    sizes = (first.dst_start, first.src_start, first.nbytes, dst_pitch, src_pitch)
-    unit = 8 if all(size % 8 == 0 for size in sizes) else 1
-    return (
-        _strided(dst, unit, first.dst_start, number, first.nbytes, dst_pitch),
-        _strided(src, unit, first.src_start, number, first.nbytes, src_pitch),
-    )
-
-
-def _strided(
-    raw: torch.Tensor, unit: int, start: int, number: int, nbytes: int, pitch: int
-) -> torch.Tensor:
-    if unit == 8:
-        raw = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    shape, stride = (number, nbytes // unit), (pitch // unit, 1)
-    return raw.as_strided(shape, stride, raw.storage_offset() + start // unit)

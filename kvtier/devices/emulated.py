@@ -28,8 +28,9 @@ from typing import Any, Literal
 import torch
 
 from kvtier.devices.base import Buffer, Device, Event, Range, Stream
-from kvtier.devices.cards import DEFAULT_CARD, KERNEL_START_S, Card, LinkModel
+from kvtier.devices.cards import DEFAULT_CARD, Card, LinkModel
 from kvtier.devices.clock import Engine, VirtualClock
+from kvtier.devices.costs import Costs, Traffic
 from kvtier.devices.faults import Faults
 from kvtier.devices.handles import EmulatedBuffer, EmulatedEvent, EmulatedStream
 from kvtier.devices.heap import Heap
@@ -49,9 +50,6 @@ from kvtier.devices.trace import chrome_trace, write_trace
 from kvtier.devices.wall import WallClock
 from kvtier.errors import ClosedError, ConfigError, RaceError
 from kvtier.units import parse_size
-
-#: ``(reads, writes) -> bytes``; each a list of (buffer, start, stop), disjoint and in order.
-Traffic = Callable[[Sequence[Span], Sequence[Span]], int]
 
 
 class EmulatedDevice(Device):
@@ -111,8 +109,9 @@ class EmulatedDevice(Device):
         self.link = full_link.scaled(scale)
         self.faults = Faults() if faults is None else faults
         self.has_payload = payload
-        self._bandwidth = self.card.memory_bandwidth * efficiency * scale
-        self._traffic = traffic
+        self._costs = Costs(
+            self.card, self.link, scale=scale, efficiency=efficiency, traffic=traffic
+        )
         self._books = Books(trace_limit)
         self.trace = self._books.trace
         full = self.card.vram_bytes if vram_bytes is None else parse_size(vram_bytes, "vram_bytes")
@@ -249,12 +248,7 @@ class EmulatedDevice(Device):
             operation.action = partial(transfer, operation, pieces, fault.fails)
             pinned = all(buffer.kind != "pageable" for buffer, _, _ in (*reads, *writes))
             engine: Engine = "vram" if direction == "d2d" else direction
-            if direction == "d2d":
-                seconds = self._vram_s(2 * nbytes)
-            else:
-                rate = self.link.rate(direction, nbytes, len(pieces), pinned)
-                seconds = self.link.device_s(direction, nbytes, len(pieces), pinned)
-                seconds += (fault.slowdown - 1.0) * nbytes / rate
+            seconds = self._costs.copy_s(direction, nbytes, len(pieces), pinned, fault.slowdown)
             cost = self.link.host_s(len(runs(pieces, direction)))
             self._time.submit(operation, engine, seconds + fault.stall_s, cost)
             if not pinned:
@@ -305,10 +299,7 @@ class EmulatedDevice(Device):
             )
             self._refuse_damaged(operation)
             self._time.order(operation)
-            seconds = self._vram_s(nbytes)
-            if flops and self.card.bf16_flops:
-                rate = self.card.bf16_flops * self.scale
-                seconds = max(seconds, KERNEL_START_S + flops / rate)
+            seconds = self._costs.compute_s(nbytes, flops)
             self._time.submit(operation, "vram", seconds, self.link.submit_s)
 
     def use(
@@ -435,13 +426,8 @@ class EmulatedDevice(Device):
             check_range(at)
         return self._spans(ranges)
 
-    def _vram_s(self, nbytes: float) -> float:
-        return KERNEL_START_S + nbytes / self._bandwidth
-
     def _kernel_s(self, operation: Operation) -> float:
-        if self._traffic is None:
-            return self._vram_s(operation.nbytes)
-        return self._vram_s(self._traffic(operation.reads, operation.writes))
+        return self._costs.kernel_s(operation.nbytes, operation.reads, operation.writes)
 
     def _operation(
         self,

@@ -54,13 +54,15 @@ class AccessLog:
     the host's clock. Cost: logarithm of the number of segments, plus the segments touched.
     """
 
-    __slots__ = ("_nbytes", "_starts", "_states", "_what")
+    __slots__ = ("_nbytes", "_starts", "_states", "_what", "_written")
 
     def __init__(self, nbytes: int, what: str) -> None:
         self._nbytes = nbytes
         self._what = what
         self._starts = [0]
         self._states = [_UNTOUCHED]
+        #: State after the newest write: pieces of one operation share it.
+        self._written = _UNTOUCHED
 
     def __len__(self) -> int:
         """Segments in the log."""
@@ -74,13 +76,23 @@ class AccessLog:
         starts, states = self._starts, self._states
         first = bisect_right(starts, start) - 1
         last = bisect_left(starts, stop, first)
-        for write, reads in states[first:last]:
+        checked: _State | None = None
+        before: _State | None = None
+        for old in states[first:last]:
+            if old is checked or old is before:
+                continue
+            before, checked = checked, old
+            write, reads = old
             if write is not None and clock[write[0]] < write[1]:
                 self._conflict(start, stop, who, "writes", write, "writes", clock)
             for read in reads:
                 if clock[read[0]] < read[1]:
                     self._conflict(start, stop, who, "writes", read, "reads", clock)
-        state = _UNTOUCHED if by is None else (by, ())
+        state = _UNTOUCHED
+        if by is not None:
+            if self._written[0] is not by:
+                self._written = (by, ())
+            state = self._written
         if self._exact(first, last, start, stop):
             states[first] = state
         else:
@@ -104,23 +116,29 @@ class AccessLog:
         # Without an entry for the new access, only what the host has seen may be forgotten.
         seen = host if by is None else clock
         former: _State | None = None
+        # Pieces of one operation share their state, and so share what becomes of it.
+        known: dict[int, _State] = {}
         for index in range(first, last):
-            write, reads = self._states[index]
-            if write is not None:
-                stream, seq, _ = write
-                if clock[stream] < seq:
-                    self._conflict(start, stop, who, "reads", write, "writes", clock)
-                if host[stream] >= seq:
-                    write = None
-            if reads:
-                reads = tuple([read for read in reads if seen[read[0]] < read[1]])
-            if by is not None:
-                reads = (*reads, by)
-            state = (write, reads) if write is not None or reads else _UNTOUCHED
-            if state != former:
+            old = self._states[index]
+            found = known.get(id(old))
+            if found is None:
+                write, reads = old
+                if write is not None:
+                    stream, seq, _ = write
+                    if clock[stream] < seq:
+                        self._conflict(start, stop, who, "reads", write, "writes", clock)
+                    if host[stream] >= seq:
+                        write = None
+                if reads:
+                    reads = tuple([read for read in reads if seen[read[0]] < read[1]])
+                if by is not None:
+                    reads = (*reads, by)
+                found = (write, reads) if write is not None or reads else _UNTOUCHED
+                known[id(old)] = found
+            if found is not former and found != former:
                 starts.append(max(start, self._starts[index]))
-                states.append(state)
-                former = state
+                states.append(found)
+                former = found
         if self._exact(first, last, start, stop):
             self._states[first] = states[0]
         else:

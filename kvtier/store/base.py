@@ -231,7 +231,7 @@ class StoreBase:
             if not self._closed:
                 for page, copy in zip(reversed(lease.pages), reversed(lease.copies), strict=True):
                     if lease.last_read is not None and copy.slot is not None:
-                        copy.reads[lease.last_read[0]] = lease.last_read[1]
+                        copy.was_read(lease.last_read[1])
                     self._placement.unhold(page, copy)
 
     # ------------------------------------------------------------------ whole store

@@ -49,6 +49,8 @@ class Directory:
         """Enter a page that has no copies yet."""
         assert page.key not in self.pages
         self.pages[page.key] = page
+        # Of a page that was lost, a suffix may still be held, on disk too.
+        page.torn = page.key in self._children
         if page.parent is not None:
             self._children[page.parent] += 1
 

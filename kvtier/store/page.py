@@ -12,6 +12,9 @@ from kvtier.tiers.memory import Slot
 #: Fastest first. A page moves down when it is evicted and up when it is needed.
 TIERS = ("vram", "host", "disk")
 
+#: Events of reads from which on those that have ended are dropped.
+MANY_READS = 4
+
 
 @dataclass(slots=True, eq=False)
 class Copy:
@@ -24,7 +27,7 @@ class Copy:
         leaving: once the copy below has arrived, this one goes, unless somebody holds it by then.
         holds: reasons why it may not be evicted now: leases, a running transfer, sessions in the last tier.
         written: event of the last write, for readers on other streams; ``None`` when the host has seen it done.
-        reads: newest event of a read, by stream; the next writer of the slot waits for them.
+        reads: events of reads that may not have ended; the next writer of the slot waits for them.
     """
 
     tier: str
@@ -33,7 +36,16 @@ class Copy:
     leaving: bool = False
     holds: int = 0
     written: Event | None = None
-    reads: dict[str, Event] = field(default_factory=dict)
+    reads: list[Event] = field(default_factory=list)
+
+    def was_read(self, event: Event) -> None:
+        """``event`` stands for a read. Leases end in any order, so a later call may bring an earlier
+        event: none stands for another, even on one stream."""
+        if event in self.reads:
+            return
+        if len(self.reads) >= MANY_READS:
+            self.reads = [e for e in self.reads if not e.done()]
+        self.reads.append(event)
 
 
 @dataclass(slots=True, eq=False)

@@ -84,7 +84,7 @@ class Placement(Room):
         transfer = self.mover.up(source, slot, None, finished)
         host = page.copies.get("host")
         if host is not None and host.slot is source:
-            host.reads["h2d"] = transfer.event
+            host.was_read(transfer.event)
 
     def verify(self, page: Page, deadline: float) -> bool:
         """Read a page that is only on disk and check it, keeping nothing. False: damaged, and gone.
@@ -179,7 +179,7 @@ class Placement(Room):
 
         found = np.empty_like(out)
         transfer = self.mover.down(copy.slot, bounce, copy.written, finished)
-        copy.reads["d2h"] = transfer.event
+        copy.was_read(transfer.event)
         while not outcome:
             self.progress(deadline)
         if outcome[0] is not None:
@@ -229,7 +229,7 @@ class Placement(Room):
                 self.mover.links["host->vram"].add(slot.nbytes)
             event = compute.record()
             if bounce is None:
-                copy.reads[compute.name] = event
+                copy.was_read(event)
             self._confirm([slot], event, deadline)
         finally:
             if bounce is not None:

@@ -160,17 +160,14 @@ class Residence:
         copy = page.copies.get(tier)
         if copy is None or copy.arriving:
             return
+        page.torn |= tier == "disk"
         self._detach(page, copy)
-        if page.copies:
-            page.torn = tier == "disk"
-            return
-        self.lost += 1
-        self._bury(page)
+        self.lost += not page.copies
 
     def _detach(self, page: Page, copy: Copy) -> None:
         self.directory.detach(page, copy)
         if copy.slot is not None:
-            self.slots[copy.tier].give(copy.slot, events([copy.written], copy.reads.values()))
+            self.slots[copy.tier].give(copy.slot, events([copy.written], copy.reads))
         else:
             self.disk_bytes -= self.stored_bytes
         self._bury(page)

@@ -194,5 +194,5 @@ class Room(Writes):
 
         assert source.slot is not None
         transfer = self.mover.down(source.slot, slot, source.written, finished)
-        source.reads["d2h"] = transfer.event
+        source.was_read(transfer.event)
         return True

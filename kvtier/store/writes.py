@@ -193,7 +193,7 @@ class Writes(Residence):
                 self._copied(write, error)
 
             transfer = self.mover.down(source.slot, slot, source.written, copied)
-            source.reads["d2h"] = transfer.event
+            source.was_read(transfer.event)
         self._writes.append(write)
         self._submit()
         return page.copies.get("disk") is target

@@ -17,9 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
 from kvtier.cost.decode import STEP_S
@@ -32,6 +29,7 @@ from kvtier.errors import CopyFailedError, KvtierError, OffloadWarning, PageLost
 from kvtier.identity import ModelIdentity
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
+from kvtier.stress.pattern import compare, values
 from kvtier.stress.plan import SPARE_TOKENS, LoadPlan
 from kvtier.stress.report import ContextResult, empty_result
 
@@ -112,7 +110,10 @@ class _Load:
                 self._run()
             except KvtierError as error:
                 self._failed(error)
-                result.error = result.error or f"{type(error).__name__}: {error}"
+                result.error = f"{type(error).__name__}: {error}"
+            except AssertionError as error:
+                self._failed(error)
+                result.error = f"wrong bytes: {error}"
             finally:
                 if self._trace is not None:
                     self.device.write_trace(self._trace)
@@ -340,12 +341,16 @@ class _Load:
                 compute, [(self.scratch.range(), self.off_weights.range(start, start + size))]
             )
             reads.append(self.scratch.range())
-        k, v = self._values(layer, numbers, before, new)
+        plane, payload = self.store.layout.plane(layer), self.spec.payload
+        k, v = (
+            values(part, layer, numbers, before, before + new, payload=payload)
+            for part in (plane.k, plane.v)
+        )
         read_before = self._from_disk()
-        keys, values = self.stream.update(layer, k, v)
-        if self.spec.payload and (before + place) % len(self.stream.layers) == 0:
-            self._compare(keys, layer, numbers, before + new)
-            self._compare(values, layer, numbers, before + new)
+        got = self.stream.update(layer, k, v)
+        if payload and (before + place) % len(self.stream.layers) == 0:
+            for side in got:
+                self.result.checked_bytes += compare(side, layer, numbers, before + new)
         if self.weights is not None:
             share = self.weights.nbytes // len(self.stream.layers)
             reads.append(self.weights.range(place * share, (place + 1) * share))
@@ -364,36 +369,6 @@ class _Load:
 
     def _from_disk(self) -> int:
         return self.store.stats().links["disk->host"].bytes if self.spec.disk else 0
-
-    def _values(
-        self, layer: int, numbers: list[int], before: int, new: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        plane = self.store.layout.plane(layer)
-        made = []
-        for part in (plane.k, plane.v):
-            dtype = getattr(torch, part.dtype)
-            shape = (len(numbers), part.heads, new, part.dim)
-            if not self.spec.payload:
-                made.append(torch.empty(shape, dtype=dtype, device="meta"))
-                continue
-            width = part.dim * dtype.itemsize
-            wide = np.empty((*shape[:3], width), dtype=np.uint8)
-            wide[:] = _pattern(layer, numbers, before, before + new)[:, None, :, None]
-            raw = torch.from_numpy(wide)
-            made.append(raw.view(dtype) if width else torch.empty(shape, dtype=dtype))
-        return made[0], made[1]
-
-    def _compare(self, got: torch.Tensor, layer: int, numbers: list[int], stop: int) -> None:
-        """Compare what attention reads with what was written."""
-        if not got.numel():
-            return
-        seen = got.shape[2]
-        wanted = _pattern(layer, numbers, stop - seen, stop)[:, None, :, None]
-        bytes_seen = got.view(torch.uint8).numpy()
-        self.result.checked_bytes += bytes_seen.size
-        wrong = np.count_nonzero(bytes_seen != wanted)
-        if wrong:
-            raise AssertionError(f"{wrong} bytes of layer {layer} are not those that were written")
 
     def _traffic(self, reads: Sequence[Span], writes: Sequence[Span]) -> int:
         """What a layer's gathering and attention move: the work declares whole pages, of which it
@@ -443,9 +418,3 @@ def _inside(spans: Sequence[Span], buffers: set[Buffer]) -> tuple[int, int]:
 
 def _tokens(number: int, before: int, new: int) -> list[int]:
     return [number * 1_000_003 + token for token in range(before, before + new)]
-
-
-def _pattern(layer: int, numbers: list[int], start: int, stop: int) -> np.ndarray:
-    """A byte a token: uint8 ``[rows, tokens]``."""
-    rows = np.array(numbers)[:, None] * 31 + np.arange(start, stop)[None] * 7 + layer * 13
-    return (rows % 251).astype(np.uint8)

@@ -56,12 +56,20 @@ def run_load(
 
 
 def sweep_vram(
-    spec: LoadSpec, target_tps: float, *, watch: Watch | None = None, done: Done | None = None
+    spec: LoadSpec,
+    target_tps: float,
+    *,
+    watch: Watch | None = None,
+    done: Done | None = None,
+    trace: Path | None = None,
 ) -> StressReport:
     """The smallest memory with which the card reaches ``target_tps`` at the largest context.
 
     Searched by prediction in steps of 512 MiB, then run on the emulated card; the cards of the table
     are compared by prediction alone.
+
+    Raises:
+        ConfigError: no size reaches the rate.
     """
     context = max(spec.contexts)
     least, most = 1, _SWEEP_SIZES
@@ -83,7 +91,7 @@ def sweep_vram(
             f"{context} tokens with all the memory it could have; its bandwidth is the limit: give "
             "a lower rate, fewer tokens, or a faster --card"
         )
-    report = run_load(chosen, watch=watch, done=done)
+    report = run_load(chosen, watch=watch, done=done, trace=trace)
     result = report.contexts[0]
     report.sweep = Sweep(
         target_tps=target_tps,

@@ -19,7 +19,7 @@ from typing import Any
 import cpumod
 import numpy as np
 import ptx
-from bodies import SMALL_BODIES
+from bodies import SANITIZED_BODIES
 from sanitized import ALIGNMENT, BOUNDS, LAUNCH, RACE, VALUES, Job, run_jobs
 
 COMPILE = "compile"
@@ -58,7 +58,7 @@ class Mutant:
             assert self.old in source, f"{self.name}: kvtier.cu has no {self.old!r}"
             source = source.replace(self.old, self.new, 1)
         if self.old or self.tamper:
-            source = only(source, FAMILIES.get(self.body, ""))
+            source = only(source, INSTANCES.get(self.body, ""))
         return source
 
     @property
@@ -67,24 +67,26 @@ class Mutant:
         return bool(self.old or self.tamper)
 
 
-#: The macros whose instances a body needs.
-FAMILIES = {
-    "moves": "MOVE",
-    "summaries": "SUMMARISE",
-    "scores": "SCORES",
-    "attentions": "ATTEND",
-    "quantisation": "QUANTISE",
-    "casts": "QUANTISE",
+#: Names of the instances of templates that a small body launches.
+INSTANCES = {
+    "moves": "gather.*|scatter.*",
+    "summaries": "summarise_16_f16|summarise_1_bf16",
+    "scores": "quest_scores_f16|arkbox_scores_f16",
+    "attentions": "attend_128_f16|attend_128_bf16",
+    "quantisation": "f16",
+    "casts": "f32|f16|bf16",
 }
 
 
-def only(source: str, macro: str) -> str:
-    """Device code without the instances of other macros: it compiles in a fraction of the time."""
-    instance = re.compile(r"(MOVE|SUMMARISE|SCORES|ATTEND|QUANTISE)\(\w+, ")
+def only(source: str, names: str) -> str:
+    """Device code without the other instances of its templates: it compiles in a fraction of the time."""
+    instance = re.compile(r"(?:MOVE|SUMMARISE|SCORES|ATTEND|QUANTISE)\((\w+), ")
     lines = source.splitlines(keepends=True)
     found = [instance.match(line) for line in lines]
     return "".join(
-        line for line, of in zip(lines, found, strict=True) if of is None or of[1] == macro
+        line
+        for line, of in zip(lines, found, strict=True)
+        if of is None or re.fullmatch(names, of[1])
     )
 
 
@@ -103,7 +105,7 @@ def _float_as_double(launch: Launch) -> Launch:
 
 def _half_the_blocks(launch: Launch) -> Launch:
     name, grid, threads, arguments, shared = launch
-    return name, (max(1, grid[0] // 2), *grid[1:]), threads, arguments, shared
+    return name, (max(1, grid[0] // 2), *grid[1:]), threads, arguments, shared  # type: ignore[return-value]
 
 
 def _one_float_less(launch: Launch) -> Launch:
@@ -154,6 +156,7 @@ class TamperedLauncher:
 
 # ---------------------------------------------------------------------------------- mutants
 
+# fmt: off
 MUTANTS = (
     Mutant("atomic add lost", "masses", (RACE,),
            "atomicAdd(mass + rows[page], total * weight)", "mass[rows[page]] += total * weight"),
@@ -161,7 +164,7 @@ MUTANTS = (
            "atomicMax(worst_of + page, worst)", "worst_of[page] = max(worst_of[page], worst)"),
     Mutant("barrier before the sum missing", "masses", (VALUES, RACE),
            "= sum;\n    __syncthreads();", "= sum;"),
-    Mutant("barrier after the tile missing", "attentions", (VALUES, RACE),
+    Mutant("barrier after the tile missing", "attentions", (RACE,),
            "            __syncthreads();  // the tile before has been read\n", ""),
     Mutant("barrier before the tile missing", "attentions", (VALUES, RACE),
            "wide);\n            __syncthreads();\n            float score", "wide);\n            float score"),
@@ -184,11 +187,14 @@ MUTANTS = (
     Mutant("shared memory off by one row", "masses", (LAUNCH,),
            "sums[warp * WARP + lane] = sum", "sums[(warp + 1) * WARP + lane] = sum"),
     Mutant("sum of a quarter warp", "scores", (VALUES,),
-           "float warp_sum(float x) {\n    for (int step = WARP / 2;", "float warp_sum(float x) {\n    for (int step = WARP / 4;"),
+           "float warp_sum(float x) {\n    for (int step = WARP / 2;",
+           "float warp_sum(float x) {\n    for (int step = WARP / 4;"),
     Mutant("shuffle in a branch", "quantisation", (LAUNCH,),
-           "worst = warp_max(worst), squares", "if (threadIdx.x % WARP < 16) worst = warp_max(worst);\n    squares"),
+           "worst = warp_max(worst), squares",
+           "if (threadIdx.x % WARP < 16) worst = warp_max(worst);\n    squares"),
     Mutant("barrier in a branch", "masses", (LAUNCH,),
-           "    if (page < n_pages)\n        for (int head = warp", "    if (page >= n_pages) return;\n        for (int head = warp"),
+           "    if (page < n_pages)\n        for (int head = warp",
+           "    if (page >= n_pages) return;\n        for (int head = warp"),
     Mutant("bf16 truncated", "casts", (VALUES,),
            "u + 0x7fffu + ((u >> 16) & 1u)", "u"),
     Mutant("e4m3 ties away from even", "casts", (VALUES,),
@@ -203,8 +209,7 @@ MUTANTS = (
            "if (part != -INF) sum += expf(part - peak)", "sum += expf(part - peak)"),
     Mutant("running sum not faded", "attentions", (VALUES,),
            "total = total * fade", "total = total"),
-    Mutant("16-byte words on odd rows", "moves", (ALIGNMENT,),
-           tamper="16-byte words always"),
+    Mutant("16-byte words on odd rows", "moves", (ALIGNMENT,), tamper="16-byte words always"),
     Mutant("count passed as 64 bits", "moves", (LAUNCH,), tamper="count of 64 bits"),
     Mutant("scale passed as a double", "attentions", (LAUNCH,), tamper="scale as a double"),
     Mutant("half the blocks", "scores", (VALUES,), tamper="half the blocks"),
@@ -214,15 +219,15 @@ MUTANTS = (
            "MOVE(gather_pages_16, uint4, false)", "MOVE(gather_pages_16, u32, false)"),
     Mutant("registers spill", "attentions", (COMPILE,),
            "__launch_bounds__(threads)", "__launch_bounds__(threads, 8)"),
-    Mutant("needs a header", "quantisation", (COMPILE,),
+    Mutant("needs a header", "summaries", (COMPILE,),
            "(float)count", "static_cast<std::common_type_t<float>>(count)"),
     Mutant("decode contracted", "quantisation", (COMPILE,),
            "__fadd_rn(__fmul_rn(value, steps.scale), steps.zero)", "value * steps.scale + steps.zero"),
-)  # fmt: skip
-
+)
+# fmt: on
 
 #: The kernels as they are: nothing may be found.
-UNCHANGED = tuple(Mutant(f"unchanged: {body}", body, ()) for body in SMALL_BODIES)
+UNCHANGED = tuple(Mutant(f"unchanged: {body}", body, ()) for body in SANITIZED_BODIES)
 
 _FINDS: dict[cpumod.Build, set[str]] = {
     "values": {VALUES, LAUNCH},
@@ -255,7 +260,7 @@ def climb(mutants: Sequence[Mutant], folder: Path, *, every_rung: bool) -> list[
         for found in all_findings.values():
             mutant = found.mutant
             wanted = every_rung or not found.by_rung or finds & set(mutant.by) - set(found.by_rung)
-            if not wanted or (kind != "values" and mutant.body not in SMALL_BODIES):
+            if not wanted or (kind != "values" and mutant.body not in SANITIZED_BODIES):
                 continue
             library = cpumod.build(mutant.code(source), kind, folder)
             jobs.append(Job(mutant.name, str(library), mutant.body, mutant.tamper))

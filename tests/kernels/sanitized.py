@@ -50,31 +50,35 @@ class Outcome:
 
 def run_jobs(kind: str, jobs: list[Job], folder: Path) -> list[Outcome]:
     """Run all jobs in one process: ``"values"`` in three orders, or with ``"tsan"`` or ``"asan"``."""
-    log = folder / f"{kind}-{os.getpid()}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if kind != "values":
-        options = f"halt_on_error=0:exitcode=0:log_path={log}"
+        options = "halt_on_error=0:exitcode=0"
         environment |= {
             "LD_PRELOAD": _runtime(kind),
             "TSAN_OPTIONS": options,
             "ASAN_OPTIONS": f"{options}:detect_leaks=0",
             "UBSAN_OPTIONS": options,
         }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), kind, str(log)],
-        input=json.dumps([asdict(job) for job in jobs]),
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-        env=environment,
-        # ThreadSanitizer wants its addresses where they are without randomisation.
-        preexec_fn=_fixed_addresses if kind == "tsan" else None,  # noqa: PLW1509
-    )
+    log = folder / f"{kind}-{os.getpid()}.log"
+    with log.open("w") as stderr:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).resolve()), kind, str(log)],
+            input=json.dumps([asdict(job) for job in jobs]),
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=environment,
+            # ThreadSanitizer wants its addresses where they are without randomisation.
+            preexec_fn=_fixed_addresses if kind == "tsan" else None,  # noqa: PLW1509
+        )
+    told = log.read_text(errors="replace")
+    log.unlink()
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     outcomes = [Outcome(**line) for line in lines]
     missing = [job.name for job in jobs if job.name not in {o.name for o in outcomes}]
-    assert not missing, f"{kind}: nothing came of {missing}: {done.stderr[-2000:]}"
+    assert not missing, f"{kind}: nothing came of {missing}: {told[-2000:]}"
     return outcomes
 
 
@@ -94,18 +98,18 @@ def _fixed_addresses() -> None:
 
 
 def _main(kind: str, log: str) -> None:
+    import bodies  # noqa: F401  once, not in every fork
+    import mutants  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
-    seen = 0
     for job in (Job(**item) for item in json.load(sys.stdin)):
         if kind == "values":
             found = _in_a_fork(lambda job=job: _in_all_orders(job))  # type: ignore[misc]
         else:
-            own = f"{log}.{os.getpid()}"
-            found = _run(job, "random", small=True) | _reports(own, seen)
-            seen = os.stat(own).st_size if os.path.exists(own) else 0
-        if kind != "values":  # what a bug does to the values is for the rung of the values
+            before = os.stat(log).st_size
+            found = _run(job, "random") | _reports(Path(log).read_bytes()[before:])
+            # What a bug does to the values is for the rung of the values.
             found.pop(VALUES, None)
         print(json.dumps(asdict(Outcome(job.name, found))), flush=True)
 
@@ -114,13 +118,13 @@ def _in_all_orders(job: Job) -> dict[str, str]:
     import cpumod
 
     for order in cpumod.ORDERS:
-        found = _run(job, order, small=False)
+        found = _run(job, order)
         if found:
             return found
     return {}
 
 
-def _run(job: Job, order: Any, *, small: bool) -> dict[str, str]:
+def _run(job: Job, order: Any) -> dict[str, str]:
     import bodies
     import cpumod
     import mutants
@@ -129,7 +133,7 @@ def _run(job: Job, order: Any, *, small: bool) -> dict[str, str]:
     launcher: Any = cpumod.CpuLauncher(Path(job.library), order)
     if job.tamper:
         launcher = mutants.TamperedLauncher(launcher, mutants.TAMPERS[job.tamper])
-    body = (bodies.SMALL_BODIES if small else bodies.BODIES)[job.body]
+    body = bodies.SMALL_BODIES[job.body]
     torch.manual_seed(0)
     try:
         body(bodies.Place(torch.device("cpu"), launcher))
@@ -140,12 +144,9 @@ def _run(job: Job, order: Any, *, small: bool) -> dict[str, str]:
     return {}
 
 
-def _reports(log: str, skip: int = 0) -> dict[str, str]:
-    """What the sanitizer wrote into its log after ``skip`` bytes, by rung."""
-    if not os.path.exists(log):
-        return {}
-    text = Path(log).read_bytes()[skip:].decode(errors="replace")
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+def _reports(log: bytes) -> dict[str, str]:
+    """What a sanitizer wrote, by rung."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", log.decode(errors="replace")).splitlines()
     found = {}
     for words, rung in _REPORTS.items():
         line = next((line for line in lines if words in line), None)
