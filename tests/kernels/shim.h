@@ -7,11 +7,21 @@
 // a sanitizer sees the accesses of the device code and nothing else. Stricter than a card: shared memory starts
 // as NaN, threads that have left do not count at a barrier, a shuffle may only read lanes that take part.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
 #include <type_traits>
-#include <utility>
+
+// Declared here since <cmath> takes longer to read than the device code takes to compile.
+extern "C" {
+float expf(float) noexcept;
+float logf(float) noexcept;
+float fabsf(float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float nearbyintf(float) noexcept;
+}
 
 #define KVT_CPU 1
 #define __global__
@@ -47,9 +57,9 @@ KVT_RUNTIME uint64_t shuffle(unsigned mask, uint64_t value, Source source, unsig
 template <class T>
 T shuffle(unsigned mask, T value, Source source, unsigned operand, int line) {
     uint64_t bits = 0;
-    std::memcpy(&bits, &value, sizeof(T));
+    memcpy(&bits, &value, sizeof(T));
     bits = shuffle(mask, bits, source, operand, line);
-    std::memcpy(&value, &bits, sizeof(T));
+    memcpy(&value, &bits, sizeof(T));
     return value;
 }
 
@@ -85,6 +95,9 @@ struct KernelInfo {
 // The kernels of this library, of which there may be several in a process.
 static const KernelInfo* first_kernel = nullptr;
 
+template <size_t... I>
+struct Indexes {};
+
 template <auto Function>
 struct Entry;
 
@@ -93,10 +106,10 @@ struct Entry<Function> {
     static constexpr Argument arguments[] = {argument_of<A>()...};
     KernelInfo info;
     template <size_t... I>
-    static void spread(void** values, std::index_sequence<I...>) {
+    static void spread(void** values, Indexes<I...>) {
         Function(*static_cast<A*>(values[I])...);
     }
-    static void call(void** values) { spread(values, std::index_sequence_for<A...>{}); }
+    static void call(void** values) { spread(values, Indexes<__integer_pack(sizeof...(A))...>{}); }
     Entry(const char* name, unsigned max_threads) : info{name, max_threads, call, arguments, sizeof...(A), first_kernel} {
         first_kernel = &info;
     }
@@ -104,13 +117,13 @@ struct Entry<Function> {
 
 inline float half_to_float(uint16_t bits) {
     _Float16 half;
-    std::memcpy(&half, &bits, 2);
+    memcpy(&half, &bits, 2);
     return static_cast<float>(half);
 }
 inline uint16_t float_to_half(float x) {
     const _Float16 half = static_cast<_Float16>(x);
     uint16_t bits;
-    std::memcpy(&bits, &half, 2);
+    memcpy(&bits, &half, 2);
     return bits;
 }
 
@@ -138,12 +151,12 @@ inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
 inline float __uint_as_float(unsigned u) {
     float f;
-    std::memcpy(&f, &u, 4);
+    memcpy(&f, &u, 4);
     return f;
 }
 inline unsigned __float_as_uint(float f) {
     unsigned u;
-    std::memcpy(&u, &f, 4);
+    memcpy(&u, &f, 4);
     return u;
 }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -152,7 +165,7 @@ inline int __float2int_rn(float x) {  // saturates, and NaN is 0, as on a card
     if (!(x == x)) return 0;
     if (x >= 2147483648.0f) return 2147483647;
     if (x <= -2147483648.0f) return -2147483647 - 1;
-    return static_cast<int>(std::nearbyint(x));
+    return static_cast<int>(nearbyintf(x));
 }
 template <class T>
 inline T __ldcs(const T* p) {
