@@ -45,53 +45,6 @@ def gather_run(
     place.copy_(source)
 
 
-def gather_heads(
-    target: torch.Tensor,
-    to: int,
-    slab: torch.Tensor,
-    start: int,
-    *,
-    pages: int,
-    page_bytes: int,
-    tokens: int,
-    heads: int,
-    head_bytes: int,
-    columns: int,
-    sides: int = 1,
-    to_side: int = 0,
-    start_side: int = 0,
-) -> None:
-    """Copy ``tokens`` tokens of each of ``pages`` consecutive pages, from ``[tokens, heads, dim]`` in a page to
-    ``[heads, columns, dim]``, one page's tokens behind those of the other: how attention kernels read fastest.
-
-    Args:
-        target: uint8, contiguous; the first head's first token goes to byte ``to``.
-        slab: uint8, contiguous; the part of the first page starts at byte ``start``.
-        head_bytes: bytes of one token in one head.
-        columns: tokens between two heads in ``target``.
-        sides, to_side, start_side: as in ``gather_run``.
-    """
-    word = _word(to, start, page_bytes, head_bytes, to_side, start_side, target.nbytes, slab.nbytes)
-    if word is not None:
-        size, dtype = word
-        target, slab = target.view(dtype), slab.view(dtype)
-        to, start, page_bytes, head_bytes, to_side, start_side = (
-            x // size for x in (to, start, page_bytes, head_bytes, to_side, start_side)
-        )
-    shape = (sides, heads, pages, tokens, head_bytes)
-    source = slab.as_strided(
-        shape,
-        (start_side, head_bytes, page_bytes, heads * head_bytes, 1),
-        slab.storage_offset() + start,
-    )
-    place = target.as_strided(
-        shape,
-        (to_side, columns * head_bytes, tokens * head_bytes, head_bytes, 1),
-        target.storage_offset() + to,
-    )
-    place.copy_(source)
-
-
 def scatter_tokens(target: torch.Tensor, to: int, values: torch.Tensor) -> None:
     """Write tokens into a part.
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvtier.kernels.gather import gather_heads, gather_run, scatter_tokens  # noqa: E402
+from kvtier.kernels.gather import gather_run, scatter_tokens  # noqa: E402
 
 
 def random_bytes(count: int, seed: int) -> torch.Tensor:
@@ -85,38 +85,4 @@ def test_scatter_tokens(
     raw = values.transpose(0, 1).contiguous().view(torch.uint8).flatten()
     expected[at : at + size] = raw
     scatter_tokens(target, at, values)
-    assert torch.equal(target, expected)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    pages=st.integers(1, 4),
-    tokens=st.integers(1, 5),
-    heads=st.integers(1, 3),
-    dim=st.sampled_from([1, 2, 3, 4, 8, 16]),
-    before=st.integers(0, 3),
-    behind=st.integers(0, 5),
-    sides=st.sampled_from([1, 2]),
-    seed=st.integers(0, 99),
-)
-def test_gather_heads(
-    pages: int, tokens: int, heads: int, dim: int, before: int, behind: int, sides: int, seed: int
-) -> None:
-    part = tokens * heads * dim
-    page_bytes = sides * part + behind * dim
-    columns = before + pages * tokens + behind
-    slab = random_bytes(pages * page_bytes, seed)
-    target = random_bytes(sides * heads * columns * dim, seed + 1)
-    expected = target.clone()
-    for side in range(sides):
-        for page in range(pages):
-            source = slab[page * page_bytes + side * part :][:part].view(tokens, heads, dim)
-            place = expected.view(sides, heads, columns, dim)[side]
-            at = before + page * tokens
-            place[:, at : at + tokens] = source.transpose(0, 1)
-    gather_heads(
-        target, before * dim, slab, 0,
-        pages=pages, page_bytes=page_bytes, tokens=tokens, heads=heads, head_bytes=dim,
-        columns=columns, sides=sides, to_side=heads * columns * dim, start_side=part,
-    )  # fmt: skip
     assert torch.equal(target, expected)

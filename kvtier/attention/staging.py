@@ -14,12 +14,8 @@ from kvtier.layout import Part
 
 @dataclass(slots=True, eq=False)
 class Half:
-    """One of the two staging buffers: K of one layer and behind it V, and the host memory through which planes from
-    disk get there.
-
-    Each is ``[rows, columns, heads, dim]`` as in a page, so that what comes from the host is one copy a page. Where
-    nothing does, it is ``[rows, heads, columns, dim]`` without gaps, which attention reads faster.
-    """
+    """One of the two staging buffers: K of one layer, ``[rows, columns, heads, dim]``, and behind it V, and the
+    host memory through which planes from disk get there."""
 
     buffer: Buffer
     bounce: Buffer | None = None
@@ -106,14 +102,7 @@ class Staging:
         return side * self.v_start + (row * self.columns + column) * token_bytes
 
     def tensor(
-        self,
-        half: Half,
-        side: int,
-        part: Part,
-        dtype: torch.dtype,
-        rows: int,
-        columns: int,
-        by_head: bool,
+        self, half: Half, side: int, part: Part, dtype: torch.dtype, rows: int, columns: int
     ) -> torch.Tensor:
         """``[rows, heads, columns, dim]`` view of the K (side 0) or V (side 1) in a half, as attention wants it."""
         heads, dim = part.heads, part.dim
@@ -121,8 +110,6 @@ class Staging:
         typed = half.buffer.raw().view(dtype)
         at = typed.storage_offset() + side * self.v_start // dtype.itemsize
         strides = (self.columns * token, dim, token, 1)
-        if by_head:
-            strides = (columns * token, columns * dim, dim, 1)
         return typed.as_strided((rows, heads, columns, dim), strides, at)
 
     def release(self, timeout_s: float) -> None:

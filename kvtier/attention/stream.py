@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from kvtier.attention.staging import Half, Staging
-from kvtier.attention.window import Piece, Row, Window, WindowPlanner
+from kvtier.attention.window import Piece, Place, Row, Window, WindowPlanner, plan_places
 from kvtier.devices.base import Buffer, Event, Range, Stream
 from kvtier.errors import ConfigError, LayoutError
-from kvtier.kernels.gather import gather_heads, gather_run, scatter_tokens
+from kvtier.kernels.gather import gather_run, scatter_tokens
 from kvtier.layout import Part, Plane
 from kvtier.store.lease import Lease
 from kvtier.store.store import TieredStore
@@ -57,6 +57,9 @@ class ExactStream:
         self._before = 0
         self._columns = 0
         self._planner = WindowPlanner(tokens)
+        #: Where the step's new tokens go; whether all that it reads is in VRAM.
+        self._places: list[Place] = []
+        self._hot = True
         self._device_type = self.device.torch_device.type
         self._fetched: int | None = None
         self._compute: Stream | None = None
@@ -76,6 +79,7 @@ class ExactStream:
 
         Raises:
             DeviceOOMError: there is no VRAM outside the tier for the staging memory.
+            CopyFailedError: the copy that brought a page into VRAM failed.
         """
         for row in rows:
             if row.pad + row.before + row.new != columns:
@@ -86,7 +90,10 @@ class ExactStream:
         self._planner.begin(rows, columns)
         self._fetched = None
         self.staging.fit(len(rows), columns, self.store.timeout_s)
-        self._order(self.device.compute_stream())
+        compute = self.device.compute_stream()
+        self._order(compute)
+        self._places = plan_places(rows, self.layout.page_tokens)
+        self._announce(compute)
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -122,24 +129,17 @@ class ExactStream:
         if half.ready is not None:
             compute.wait(half.ready)
             half.ready = None
+        if not self._hot:
+            # Gathering and attention are one piece of work.
+            filled = self._filled(plane, half, seen=window.stop - window.start)
+            self.device.use(compute, f"layer {layer}", reads=half.cold, writes=filled)
+        self._append(plane.k, k.detach())
+        self._append(plane.v, v.detach())
+        self._gather(window, plane, half)
         rows, seen = len(self._rows), window.stop - window.start
-        appends = self._appends(plane.k, k.detach()) + self._appends(plane.v, v.detach())
-        by_head = not window.cold
-        writes = [at for at, _ in appends]
-        writes += self._filled(plane, half, rows, seen, by_head)
-        # Gathering and attention are one piece of work: it reads the pages and what was fetched.
-        self.device.use(
-            compute,
-            f"layer {layer}",
-            reads=[*window.pages, *half.cold],
-            writes=writes,
-        )
-        for at, values in appends:
-            scatter_tokens(at.buffer.raw(), at.start, values)
-        self._gather(window, plane, half, by_head)
         return (
-            self.staging.tensor(half, 0, plane.k, dtypes[0], rows, seen, by_head),
-            self.staging.tensor(half, 1, plane.v, dtypes[1], rows, seen, by_head),
+            self.staging.tensor(half, 0, plane.k, dtypes[0], rows, seen),
+            self.staging.tensor(half, 1, plane.v, dtypes[1], rows, seen),
         )
 
     def end(self) -> tuple[str, Event]:
@@ -227,77 +227,62 @@ class ExactStream:
                 copies.append((Range(half.buffer, to, to + nbytes), Range(source, at, at + nbytes)))
         return copies
 
-    def _filled(
-        self, plane: Plane, half: Half, rows: int, columns: int, by_head: bool
-    ) -> list[Range]:
-        """The first columns of all rows in a half: K and V."""
+    def _filled(self, plane: Plane, half: Half, seen: int) -> list[Range]:
+        """The first ``seen`` columns of all rows in a half: K and V."""
         ranges = []
         for side, part in enumerate((plane.k, plane.v)):
             token = part.nbytes // self.layout.page_tokens
-            start = side * self.staging.v_start
-            if by_head:
-                ranges.append(Range(half.buffer, start, start + rows * columns * token))
-                continue
-            for row in range(rows):
+            for row in range(len(self._rows)):
                 at = self.staging.start(side, token, row, 0)
-                ranges.append(Range(half.buffer, at, at + columns * token))
+                ranges.append(Range(half.buffer, at, at + seen * token))
         return ranges
 
-    def _gather(self, window: Window, plane: Plane, half: Half, by_head: bool) -> None:
+    def _gather(self, window: Window, plane: Plane, half: Half) -> None:
         """Bring the hot pages' planes and the padding into their places in a half."""
         page_tokens, page_bytes = self.layout.page_tokens, self.layout.page_bytes
         staging, target = self.staging, half.buffer.raw()
-        columns = window.stop - window.start
-        # K and V of equal shape go in one copy.
-        sides = 2 if (plane.k.heads, plane.k.nbytes) == (plane.v.heads, plane.v.nbytes) else 1
-        both = {"sides": sides, "to_side": staging.v_start, "start_side": plane.k.nbytes}
+        # K and V of equal size go in one copy.
+        sides = 2 if plane.k.nbytes == plane.v.nbytes else 1
         for side, part in enumerate((plane.k, plane.v)[: 3 - sides]):
             token = part.nbytes // page_tokens
             if not token:
                 continue
-            head = token // part.heads
             for run in window.runs:
-                slab, start = run.slab.raw(), run.start + part.offset + run.first * token
-                if by_head:
-                    to = side * staging.v_start + run.row * columns * token + run.column * head
-                    gather_heads(
-                        target, to, slab, start, pages=run.pages, page_bytes=page_bytes, tokens=run.tokens,
-                        heads=part.heads, head_bytes=head, columns=columns, **both,
-                    )  # fmt: skip
-                else:
-                    gather_run(
-                        target, staging.start(side, token, run.row, run.column), slab, start,
-                        pages=run.pages, page_bytes=page_bytes, nbytes=run.tokens * token, **both,
-                    )  # fmt: skip
+                gather_run(
+                    target, staging.start(side, token, run.row, run.column),
+                    run.slab.raw(), run.start + part.offset + run.first * token,
+                    pages=run.pages, page_bytes=page_bytes, nbytes=run.tokens * token,
+                    sides=sides, to_side=staging.v_start, start_side=plane.k.nbytes,
+                )  # fmt: skip
         for row, blank in window.blank:
-            for side, (part, dtype) in enumerate(
-                zip((plane.k, plane.v), self._dtypes[plane.layer], strict=True)
-            ):
-                rows = len(self._rows)
-                view = staging.tensor(half, side, part, dtype, rows, columns, by_head)
-                view[row, :, :blank].zero_()
+            for side, part in enumerate((plane.k, plane.v)):
+                token = part.nbytes // page_tokens
+                at = staging.start(side, token, row, 0)
+                target[at : at + blank * token].zero_()
 
-    def _appends(self, part: Part, values: torch.Tensor) -> list[tuple[Range, torch.Tensor]]:
-        """The new tokens of all rows, cut at page boundaries: (bytes in a tail, ``[heads, tokens, dim]``)."""
-        tokens = self.layout.page_tokens
-        token = part.nbytes // tokens
-        parts: list[tuple[Range, torch.Tensor]] = []
+    def _append(self, part: Part, values: torch.Tensor) -> None:
+        """Write the new tokens of all rows (``values`` is ``[rows, heads, tokens, dim]``) into their tails."""
+        token = part.nbytes // self.layout.page_tokens
         if not token:
-            return parts
-        for number, row in enumerate(self._rows):
-            mine = values[number]
-            sealed = len(row.lease.copies)
-            at, stop = row.before, row.before + row.new
-            while at < stop:
-                index, first = divmod(at, tokens)
-                count = min(tokens - first, stop - at)
-                source = row.skip + at - row.before
-                slot = row.tails[index - sealed]
-                whole = count == mine.shape[1]
-                cut = mine if whole else mine[:, source : source + count]
-                parts.append((slot.range(part.offset + first * token, count * token), cut))
-                at += count
-        return parts
+            return
+        for at in self._places:
+            cut = values[at.row]
+            if at.tokens != values.shape[2]:
+                cut = cut[:, at.source : at.source + at.tokens]
+            start = at.slot.start + part.offset + at.first * token
+            scatter_tokens(at.slot.slab.raw(), start, cut)
+
+    def _announce(self, compute: Stream) -> None:
+        """Tell the device what the step reads and writes in VRAM. Where nothing comes from below, that is all it
+        needs to know; otherwise each layer tells what it does in staging memory."""
+        windows = {id(x): x for x in map(self._window, self.layers)}.values()
+        self._hot = not any(window.cold for window in windows)
+        # Windows differ in their start: the longest one has the pages of all.
+        reads = min(windows, key=lambda window: window.start).pages
+        writes = [at.slot.range() for at in self._places]
+        if self._hot:
+            writes += [half.buffer.range() for half in self.staging.halves]
+        self.device.use(compute, "step", reads=reads, writes=writes)
 
     def _check(
         self, layer: int, name: str, x: torch.Tensor, part: Part, dtype: torch.dtype

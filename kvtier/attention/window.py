@@ -51,6 +51,18 @@ class Run:
 
 
 @dataclass(slots=True)
+class Place:
+    """Where ``tokens`` new tokens of a row go: behind the first ``first`` ones of a tail. In the step's input they
+    start at column ``source``."""
+
+    row: int
+    slot: Slot
+    first: int
+    tokens: int
+    source: int
+
+
+@dataclass(slots=True)
 class Piece:
     """Tokens ``[first, last)`` of one page in host memory (``slot``) or on disk (``page``)."""
 
@@ -83,6 +95,21 @@ class Window:
     @property
     def cold(self) -> bool:
         return bool(self.host or self.disk)
+
+
+def plan_places(rows: Sequence[Row], page_tokens: int) -> list[Place]:
+    """The new tokens of all rows, cut at page boundaries."""
+    places = []
+    for number, row in enumerate(rows):
+        sealed = len(row.lease.copies)
+        at, stop = row.before, row.before + row.new
+        while at < stop:
+            index, first = divmod(at, page_tokens)
+            count = min(page_tokens - first, stop - at)
+            source = row.skip + at - row.before
+            places.append(Place(number, row.tails[index - sealed], first, count, source))
+            at += count
+    return places
 
 
 class WindowPlanner:
