@@ -84,14 +84,18 @@ class CudaLauncher:
             np.uint64(item.data_ptr()) if isinstance(item, torch.Tensor) else item
             for item in arguments
         )
-        with (
-            self._cupy.cuda.Device(self.device.index),
-            self._cupy.cuda.ExternalStream(stream.cuda_stream, self.device.index),
-        ):
+        with self._cupy.cuda.Device(self.device.index), self._adopt(stream):
             function = self._functions.get(name)
             if function is None:
                 function = self._functions[name] = self._module.get_function(name)
             function(grid, (threads, 1, 1), values, shared_mem=shared_bytes)
+
+    def _adopt(self, stream: Any) -> Any:
+        """torch's stream as CuPy's current one."""
+        streams = self._cupy.cuda
+        if hasattr(streams.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
+            return streams.Stream.from_external(stream)
+        return streams.ExternalStream(stream.cuda_stream, self.device.index)
 
 
 def source() -> str:

@@ -247,7 +247,7 @@ def test_demote_never_drops_a_page() -> None:
     store = open_store(Config(vram=2, host=1), device())
     one = store.take_tails(1)
     put_chain(store, chain(1))
-    held = store.match(chain(1))
+    held = store.match(chain(1), promote=False)
     page, _ = store.seal(
         one[0],
         key=chain(1, 2)[0],
@@ -458,3 +458,11 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
         assert not thread.is_alive()
     assert not errors, errors
     close_clean(store)
+
+
+def test_a_match_brings_pages_from_host_ram_into_free_vram() -> None:
+    with open_store(Config(vram=2, host=3), device()) as store:
+        put_chain(store, chain(3))
+        with store.match(chain(3)) as lease:
+            assert lease.tiers() == ["vram", "vram", "host"]
+            assert read_all(store, chain(3)) == 3

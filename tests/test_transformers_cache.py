@@ -60,7 +60,7 @@ def model() -> Any:
 def found(cache: TieredCache, ids: torch.Tensor) -> int:
     """Tokens of a prompt that the store has by now."""
     cache.flush()
-    with TieredCache(cache._model(), cache.store) as other:
+    with TieredCache(cache._guard.model, cache.store) as other:
         return other.load_prefix(torch.cat([ids, ids[:, :1]], dim=1))
 
 

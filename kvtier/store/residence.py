@@ -11,6 +11,7 @@ from kvtier.errors import CopyFailedError, OffloadWarning
 from kvtier.mover import Mover, events
 from kvtier.store.directory import Directory
 from kvtier.store.page import TIERS, Copy, Page
+from kvtier.store.thrash import ThrashGuard
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.memory import SlotTier
 
@@ -44,6 +45,8 @@ class Residence:
         self.mover = Mover(device)
         #: Index of each unsealed VRAM slot -> who writes to it.
         self.tails: dict[int, str] = {}
+        host = slots.get("host")
+        self.host_guard = ThrashGuard(host.capacity_pages if host is not None else 0)
         self.warnings: list[str] = []
         self.damaged = 0
         self.lost = 0

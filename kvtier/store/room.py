@@ -175,6 +175,8 @@ class Room(Writes):
         source = page.copies.get("vram")
         if "host" not in self.slots or source is None or source.arriving:
             return False
+        if not page.owners and not self._worth_host(page):
+            return False
         self.directory.hold(page, source)
         slot: Slot | None = None
         try:
@@ -195,4 +197,21 @@ class Room(Writes):
         assert source.slot is not None
         transfer = self.mover.down(source.slot, slot, source.written, finished)
         source.was_read(transfer.event)
+        if not page.owners:
+            self.host_guard.wrote()
         return True
+
+    def _worth_host(self, page: Page) -> bool:
+        """Whether a page that nobody owns should go to host RAM: not while all that goes there is
+        evicted again before it is asked for."""
+        guard = self.host_guard
+        if guard.admit():
+            return True
+        slots = self.slots["host"]
+        self.warn(
+            f"the host tier of {slots.capacity_pages} pages "
+            f"({format_size(slots.capacity_pages * slots.page_bytes)}) thrashes: of {guard.limit} "
+            "pages that were copied to it one after another none was asked for before it had to go "
+            "again; such copies stop until a page in it is hit. Make host larger, or leave it out"
+        )
+        return False

@@ -122,8 +122,8 @@ class TieredStore(SessionPages):
         """Lease the longest prefix of ``keys`` that is stored. Close the lease when done.
 
         Pages that are only on disk are read and checked now, so that what is leased is known to be good; with
-        ``promote`` they are brought into VRAM and host RAM as far as there is room (free room in VRAM; in
-        host RAM also that of colder pages), the rest stays leased on disk. The first page that is missing or
+        ``promote`` they, and pages in host RAM, are brought up as far as there is room (free room in VRAM; in
+        host RAM also that of colder pages), the rest stays leased where it is. The first page that is missing or
         damaged ends the prefix.
         """
         with self._locked(timeout_s) as deadline:
@@ -136,9 +136,11 @@ class TieredStore(SessionPages):
                 pages.append(page)
             lease = self._hold(pages)
             try:
-                good = self._check_disk_pages(lease, promote, deadline)
+                good = self._bring_up(lease, promote, deadline)
                 for copy in lease.copies[:good]:
                     self._directory.stats[copy.tier].hits += 1
+                    if copy.tier == "host":
+                        self._placement.host_guard.hit()
                 self._shorten(lease, good)
                 for index in range(good):
                     self._repoint(lease, index)
@@ -203,10 +205,12 @@ class TieredStore(SessionPages):
         finally:
             self._placement.disown(page, "put")
 
-    def _check_disk_pages(self, lease: Lease, promote: bool, deadline: float) -> int:
-        """Read the lease's pages that are only on disk; the number of pages up to the first bad
-        one."""
+    def _bring_up(self, lease: Lease, promote: bool, deadline: float) -> int:
+        """Read the lease's pages that are only on disk, and start to bring up what has room; the
+        number of pages up to the first bad one."""
         for index, (page, copy) in enumerate(zip(lease.pages, lease.copies, strict=True)):
+            if copy.tier == "host" and promote:
+                self._placement.promote(page, "vram", deadline, evict=False)
             if copy.tier != "disk":
                 continue
             done = promote and (

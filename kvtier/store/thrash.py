@@ -14,26 +14,30 @@ class ThrashGuard:
     Args:
         capacity_pages: pages the tier holds.
         turnovers: how often the whole tier may be rewritten without a single hit before it is closed.
+        least: pages that must have been written at least, so that a small tier is not judged by a handful.
         probe: while closed, one page of this many is still let in, so that a change of the load is noticed.
     """
 
-    def __init__(self, capacity_pages: int, *, turnovers: int = 4, probe: int = 16) -> None:
-        self._limit = max(1, capacity_pages) * turnovers
+    def __init__(
+        self, capacity_pages: int, *, turnovers: int = 4, least: int = 64, probe: int = 16
+    ) -> None:
+        self._limit = max(least, capacity_pages * turnovers)
         self._probe = probe
         self._written = 0
         self._asked = 0
-        #: Times the guard has closed the tier.
-        self.closed_count = 0
 
     @property
     def closed(self) -> bool:
         return self._written >= self._limit
 
+    @property
+    def limit(self) -> int:
+        """Pages written without a hit after which the tier is closed."""
+        return self._limit
+
     def wrote(self) -> None:
         """A page was written to the tier."""
         self._written += 1
-        if self._written == self._limit:
-            self.closed_count += 1
 
     def hit(self) -> None:
         """A page was found in the tier by a lookup: it is of use, and opens again if it was closed."""

@@ -58,7 +58,9 @@ class Pages:
         slabs = []
         for slots in (count, count + 1):
             if dtype is None:
-                slab = torch.randint(0, 256, (slots * size,), dtype=torch.uint8, generator=generator)
+                slab = torch.randint(
+                    0, 256, (slots * size,), dtype=torch.uint8, generator=generator
+                )
             else:
                 items = slots * size // dtype.itemsize
                 slab = torch.randn(items, generator=generator).to(dtype).view(torch.uint8)
@@ -135,12 +137,19 @@ def moves(
             rows = torch.full((count, stride or nbytes), 7, dtype=torch.uint8)
             (out,) = place.put(rows)
             gather_pages(
-                pages.there, out[:, :nbytes], start=start, nbytes=nbytes, blocks=blocks,
+                pages.there,
+                out[:, :nbytes],
+                start=start,
+                nbytes=nbytes,
+                blocks=blocks,
                 launcher=place.launcher,
             )
             gather_pages(pages.here, rows[:, :nbytes], start=start, nbytes=nbytes)
             expected = torch.stack(
-                [pages.here.slabs[n][at + start : at + start + nbytes] for n, at in pages.here.pages]
+                [
+                    pages.here.slabs[n][at + start : at + start + nbytes]
+                    for n, at in pages.here.pages
+                ]
             )
             same(rows[:, :nbytes], expected, f"gather reference, {case}")
             same(out, rows, f"gather, {case}")
@@ -161,7 +170,14 @@ def moves_small(place: Place) -> None:
 
 # ---------------------------------------------------------------------------------- summary
 
-SUMMARY_CASES = [("f32", 2, 8, 5), ("f16", 2, 64, 16), ("bf16", 3, 24, 7), ("bf16", 1, 5, 4)]
+SUMMARY_CASES = [
+    ("f32", 2, 8, 5),
+    ("f16", 2, 64, 16),
+    ("bf16", 3, 24, 7),
+    ("f32", 1, 3, 3),
+    ("f16", 3, 3, 2),
+    ("bf16", 1, 5, 4),
+]
 
 
 def summaries(place: Place, cases: list[tuple[str, int, int, int]] = SUMMARY_CASES) -> None:
@@ -181,9 +197,7 @@ def summaries(place: Place, cases: list[tuple[str, int, int, int]] = SUMMARY_CAS
             raw = pages.here.slabs[number][at + part.offset : at + part.stop]
             keys = raw.view(dtype).view(page_tokens, heads, dim)[: counts[row]].float()
             low, high = keys.amin(0), keys.amax(0)
-            plain = torch.stack(
-                [low, high, keys.mean(0), (keys - (low + high) / 2).abs().mean(0)]
-            )
+            plain = torch.stack([low, high, keys.mean(0), (keys - (low + high) / 2).abs().mean(0)])
             near(want[row].float(), plain, f"{case} reference", 1e-6 if name == "f32" else 1e-2)
 
 
@@ -193,7 +207,12 @@ def summaries_small(place: Place) -> None:
 
 # ----------------------------------------------------------------------------------- scores
 
-SCORE_CASES = [("f32", 2, 2, 33, 9), ("f16", 2, 3, 64, 19), ("bf16", 1, 1, 512, 8), ("bf16", 3, 4, 128, 3)]
+SCORE_CASES = [
+    ("f32", 2, 2, 33, 9),
+    ("f16", 2, 3, 64, 19),
+    ("bf16", 1, 1, 512, 8),
+    ("bf16", 3, 4, 128, 3),
+]
 
 
 def scores(place: Place, cases: list[tuple[str, int, int, int, int]] = SCORE_CASES) -> None:
@@ -262,6 +281,7 @@ ATTENTION_CASES = [
     ("bf16", 1, 9, 40, 40, 16, [16, 16, 16, 5], None),
     ("f16", 1, 2, 20, 12, 8, [8, 7], 2),
     ("bf16", 1, 1, 256, 256, 16, [16, 2], 1),
+    ("f16", 1, 2, 160, 160, 8, [8, 8, 8], 1),
     ("f32", 1, 2, 512, 512, 32, [32, 32], None),
 ]
 
@@ -348,10 +368,17 @@ def merges(place: Place) -> None:
 
 # ----------------------------------------------------------------------------- quantisation
 
-QUANTISE_CASES = [("f32", 2, 5, 24, 12), ("f16", 3, 16, 64, 32), ("bf16", 2, 7, 70, 70), ("bf16", 1, 1, 2, 2)]
+QUANTISE_CASES = [
+    ("f32", 2, 5, 24, 12),
+    ("f16", 3, 16, 64, 32),
+    ("bf16", 2, 7, 70, 70),
+    ("bf16", 1, 1, 2, 2),
+]
 
 
-def quantisation(place: Place, cases: list[tuple[str, int, int, int, int]] = QUANTISE_CASES) -> None:
+def quantisation(
+    place: Place, cases: list[tuple[str, int, int, int, int]] = QUANTISE_CASES
+) -> None:
     for name, pages, tokens, channels, group in cases:
         dtype = DTYPES[name]
         x = (torch.randn(pages, tokens, channels) * torch.rand(channels) * 4).to(dtype)
@@ -386,7 +413,9 @@ def casts(place: Place) -> None:
     """Conversions between float32 and the small formats, over every value or the awkward ones."""
     half = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     half = half[half.isfinite() & (half.abs() <= 448)]
-    awkward = torch.tensor([448.0, 447.9, 2.0**-10, 1.5 * 2.0**-10, 2.0**-6, 15.5 * 2.0**-10, 1e-30])
+    awkward = torch.tensor(
+        [448.0, 447.9, 2.0**-10, 1.5 * 2.0**-10, 2.0**-6, 15.5 * 2.0**-10, 1e-30]
+    )
     spread = torch.randn(20_000) * torch.exp(torch.randn(20_000) * 3)
     for values in (half, torch.cat([awkward, -awkward, spread.clamp(-448, 448)])):
         # 448 in every group makes its scale exactly 1, so that codes are plain conversions.

@@ -22,10 +22,18 @@ ORDERS: tuple[Order, ...] = ("forward", "reverse", "random")
 Build = Literal["values", "tsan", "asan"]
 BUILDS: tuple[Build, ...] = ("values", "tsan", "asan")
 
-_COMMON = (
-    "-std=c++20 -fPIC -fvisibility=hidden -fno-gnu-unique -fno-strict-aliasing -ffp-contract=off -Wall "
-    "-Wno-unknown-pragmas -Wno-unused-function -U_FORTIFY_SOURCE"
-).split()
+_COMMON = [
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-U_FORTIFY_SOURCE",
+]
 #: Of the device code. The alignment check is in the build of AddressSanitizer, its reports are told apart.
 _KERNEL_FLAGS: dict[Build, list[str]] = {
     "values": ["-O1"],
@@ -167,7 +175,9 @@ class CpuLauncher:
             raise LaunchError(message.value.decode())
 
 
-def _value(name: str, index: int, item: torch.Tensor | np.generic) -> ctypes.Array | ctypes.c_uint64:
+def _value(
+    name: str, index: int, item: torch.Tensor | np.generic
+) -> ctypes.Array | ctypes.c_uint64:
     if isinstance(item, torch.Tensor):
         assert item.device.type == "cpu", f"{name}: argument {index} is on {item.device}"
         return ctypes.c_uint64(item.data_ptr())

@@ -115,11 +115,15 @@ def examine(code: str, architecture: str) -> dict[str, int]:
     )
     for name, stack, stores, loads, used in resources.findall(compiled.log):
         spilled = [int(stack), int(stores), int(loads)]
-        assert not any(spilled), f"{architecture}: {name} spills (stack, stores, loads: {spilled} bytes)"
+        assert not any(spilled), (
+            f"{architecture}: {name} spills (stack, stores, loads: {spilled} bytes)"
+        )
         registers[name] = int(used)
         assert int(used) <= MAX_REGISTERS, f"{architecture}: {name} uses {used} registers"
     bodies = ptx_bodies(compiled.ptx)
-    assert bodies.keys() == registers.keys(), f"{architecture}: the log and the PTX name other kernels"
+    assert bodies.keys() == registers.keys(), (
+        f"{architecture}: the log and the PTX name other kernels"
+    )
     check_accesses(bodies, architecture)
     machine_code = disassemble(compiled.cubin)
     if machine_code is not None:
@@ -139,8 +143,12 @@ def check_accesses(bodies: dict[str, str], architecture: str) -> None:
         loads = len(re.findall(r"\bld\.global\.\S*v4\.(?:\w32)\b", body))
         stores = len(re.findall(r"\bst\.global\.\S*v4\.(?:\w32)\b", body))
         least = WIDE.get(name, (0, 0))
-        assert loads >= least[0], f"{architecture}: {name} has {loads} 16-byte loads, not {least[0]}"
-        assert stores >= least[1], f"{architecture}: {name} has {stores} 16-byte stores, not {least[1]}"
+        assert loads >= least[0], (
+            f"{architecture}: {name} has {loads} 16-byte loads, not {least[0]}"
+        )
+        assert stores >= least[1], (
+            f"{architecture}: {name} has {stores} 16-byte stores, not {least[1]}"
+        )
         contracted = len(re.findall(r"\bfma\.rn\.f32\b", body)) if name in NOT_CONTRACTED else 0
         assert not contracted, f"{architecture}: {name} contracts a product and a sum"
 

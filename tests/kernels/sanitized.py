@@ -71,7 +71,7 @@ def run_jobs(kind: str, jobs: list[Job], folder: Path) -> list[Outcome]:
             check=False,
             env=environment,
             # ThreadSanitizer wants its addresses where they are without randomisation.
-            preexec_fn=_fixed_addresses if kind == "tsan" else None,  # noqa: PLW1509
+            preexec_fn=_fixed_addresses if kind == "tsan" else None,
         )
     told = log.read_text(errors="replace")
     log.unlink()

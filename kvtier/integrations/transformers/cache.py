@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
@@ -15,22 +12,18 @@ from transformers.cache_utils import Cache
 
 from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
-from kvtier.errors import (
-    ClosedError,
-    ConfigError,
-    IdentityError,
-    LayoutError,
-    TierFullError,
-    UnsupportedModelError,
-)
+from kvtier.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvtier.identity import ModelIdentity
-from kvtier.integrations.transformers.adapters import active_adapters, adapter_state
 from kvtier.integrations.transformers.feed import Feed, left_padding, read_feed
-from kvtier.integrations.transformers.hook import ForwardInputs, mixed_adapters, watch_forward
-from kvtier.integrations.transformers.identity import identity_of
+from kvtier.integrations.transformers.guard import ModelGuard
+from kvtier.integrations.transformers.hook import ForwardInputs, watch_forward
 from kvtier.integrations.transformers.layer import TieredLayer
-from kvtier.integrations.transformers.layout import layout_of
-from kvtier.layout import PageLayout
+from kvtier.integrations.transformers.rows import (
+    check_prompt,
+    give_back_spare,
+    reserve_all,
+    select_rows,
+)
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
 
@@ -85,22 +78,10 @@ class TieredCache(Cache):
         columns: int = 0,
         name: str = "cache",
     ) -> None:
-        _check_geometry(model, store.layout)
-        if identity is None:
-            identity = identity_of(model, layout=store.layout, tenant=tenant)
-        elif tenant and tenant != identity.tenant:
-            raise ConfigError(
-                f"tenant is {tenant!r}, but the identity was made for {identity.tenant!r}; "
-                "give one of them"
-            )
-        elif not _same_adapters(identity, model):
-            raise IdentityError(
-                "the identity was made with other adapters than those that are active now; "
-                "call identity_of(model) again"
-            )
         self.store = store
         self.name = name
-        self.identity = identity
+        self._guard = ModelGuard(model, store.layout, identity, tenant)
+        self.identity = self._guard.identity
         layers = [TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)]
         super().__init__(layers=layers)
         self._stream = ExactStream(store, columns=columns)
@@ -117,9 +98,6 @@ class TieredCache(Cache):
         self._step: Feed | None = None
         self._done = [False] * len(store.layout.layers)
         self._closed = False
-        self._verified = True
-        self._adapters = adapter_state(model)
-        self._model = weakref.ref(model)
         self._unwatch = watch_forward(model, self)
 
     # ------------------------------------------------------------------ prefix
@@ -167,7 +145,7 @@ class TieredCache(Cache):
                 "a row of the attention mask is all zeros; give each row a token"
             )
         self.reset()
-        self._check_identity()
+        self._guard.check_identity()
         self._set_rows(rows)
         prompt = [row[pad:] for row, pad in zip(ids.tolist(), pads, strict=True)]
         try:
@@ -252,7 +230,7 @@ class TieredCache(Cache):
         self._pads = [0]
         self._usual = True
         self._prompt = None
-        self._verified = False
+        self._guard.verified = False
         self._set_columns(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -300,10 +278,10 @@ class TieredCache(Cache):
         """A second continuation of the same tokens, sharing all sealed pages. ``copy.deepcopy`` does the same."""
         self._open()
         self._abort()
-        model = self._model()
+        model = self._guard.model
         if model is None:
             raise ClosedError("the cache's model is gone; it cannot be forked")
-        self._check_adapters()
+        self._guard.check_adapters(self._columns)
         other = TieredCache(model, self.store, identity=self.identity, name=self.name)
         try:
             sessions: list[Session] = []
@@ -321,7 +299,7 @@ class TieredCache(Cache):
         other._pads = list(self._pads)
         other._usual = self._usual
         other._prompt = self._prompt
-        other._verified = self._verified
+        other._guard.verified = self._guard.verified
         other._set_columns(self._columns)
         return other
 
@@ -366,7 +344,7 @@ class TieredCache(Cache):
         """The model is about to run with these inputs on this cache (called by the forward hook)."""
         self._open()
         self._abort()
-        self._check_adapters()
+        self._guard.check_adapters(self._columns)
         if inputs.input_ids is not None and not inputs.input_ids.numel():
             raise UnsupportedModelError(
                 f"the model is fed no token, and the cache holds {self._columns}: it is left over from another, "
@@ -397,8 +375,8 @@ class TieredCache(Cache):
                 "the cache is updated outside a forward pass of the model that it was made for; "
                 "make a TieredCache for the model that you run"
             )
-        if not self._columns and not self._verified:
-            self._check_identity()
+        if not self._columns and not self._guard.verified:
+            self._guard.check_identity()
         rows, count = k.shape[0], k.shape[-2]
         if rows != len(self._sessions):
             self._broadcast(rows)
@@ -410,12 +388,13 @@ class TieredCache(Cache):
             lengths=[session.length for session in self._sessions],
             usual=self._usual,
         )
-        self._check_prompt(feed)
+        if self._prompt is not None and check_prompt(self._prompt, self._sessions, feed):
+            self._prompt = None
         self._pads, self._usual = feed.pads, feed.usual
         for session in self._sessions:
             session.seal()
         self.store.poll()
-        self._reserve(feed.news)
+        reserve_all(self._sessions, feed.news)
         try:
             rows_now = [
                 Row(session.lease()[0], session.tails, pad, session.length, new, count - new)
@@ -423,39 +402,10 @@ class TieredCache(Cache):
             ]
             self._stream.begin(rows_now, self._columns, feed.columns)
         except BaseException:
-            self._rest()
+            self._undo()
             raise
         self._step = feed
         self._done = [False] * len(self._done)
-
-    def _reserve(self, news: list[int]) -> None:
-        """Room for the new tokens of all rows, or of none."""
-        taken: list[tuple[Session, int]] = []
-        try:
-            for session, new in zip(self._sessions, news, strict=True):
-                taken.append((session, len(session.reserve(new))))
-        except BaseException as error:
-            for session, count in taken:
-                _give_back(session, count)
-            if isinstance(error, TierFullError):
-                raise self._too_large(error, max(news)) from None
-            raise
-
-    def _too_large(self, error: TierFullError, tokens: int) -> TierFullError:
-        layout, rows = self.store.layout, len(self._sessions)
-        pages = self.store.sizes["vram"] // layout.page_bytes // rows
-        chunk = max(1, pages // 2) * layout.page_tokens
-        hint = ""
-        if pages < 2:
-            hint = f"; make vram at least {2 * rows * layout.page_bytes} bytes, two pages a row"
-        elif tokens > chunk:
-            hint = f"; feed at most {chunk} tokens a forward pass (prefill_chunk_size={chunk})"
-        return TierFullError(
-            f"{error}{hint}",
-            tier=error.tier,
-            needed_bytes=error.needed_bytes,
-            holders=error.holders,
-        )
 
     def _end(self, step: Feed) -> None:
         self._step = None
@@ -476,10 +426,11 @@ class TieredCache(Cache):
         if self._step is None:
             return
         self._step = None
+        self._undo()
+
+    def _undo(self) -> None:
         self._rest()
-        for session in self._sessions:
-            spare = len(session.pages) + len(session.tails)
-            _give_back(session, spare - self.store.layout.pages(session.length))
+        give_back_spare(self._sessions)
         self._set_columns(self._columns)
 
     # ------------------------------------------------------------------ rows
@@ -491,23 +442,10 @@ class TieredCache(Cache):
         self._abort()
         if rows == list(range(len(self._sessions))):
             return
-        old, pads, prompt = self._sessions, self._pads, self._prompt
-        last = {row: at for at, row in enumerate(rows)}
-        new: list[Session] = []
-        try:
-            for at, row in enumerate(rows):
-                # The last taker of a row gets the row itself.
-                new.append(old[row] if last[row] == at else old[row].fork())
-        except BaseException:
-            for session in new:
-                if session not in old:
-                    session.close()
-            raise
-        for row, session in enumerate(old):
-            if row not in last:
-                session.close()
-        self._sessions, self._pads = new, [pads[row] for row in rows]
-        self._prompt = None if prompt is None else [prompt[row] for row in rows]
+        self._sessions = select_rows(self._sessions, rows)
+        self._pads = [self._pads[row] for row in rows]
+        if self._prompt is not None:
+            self._prompt = [self._prompt[row] for row in rows]
 
     def _set_rows(self, rows: int) -> None:
         while len(self._sessions) < rows:
@@ -535,89 +473,9 @@ class TieredCache(Cache):
         self._columns = columns
         self._served = [columns] * len(self._served)
 
-    # ------------------------------------------------------------------ guards
-
     def _open(self) -> None:
         if self._closed:
             raise ClosedError("the TieredCache is closed; make a new one")
-
-    def _check_identity(self) -> None:
-        """The weights must still be those that the pages are keyed by."""
-        model = self._model()
-        if model is None:
-            return
-        now = identity_of(
-            model,
-            layout=self.store.layout,
-            tenant=self.identity.tenant,
-            revision=self.identity.revision or None,
-        )
-        if now.digest != self.identity.digest:
-            raise IdentityError(
-                "the model has changed since the cache was made (weights, adapters or configuration); "
-                "make a new TieredCache"
-            )
-        self._verified = True
-
-    def _check_adapters(self) -> None:
-        model = self._model()
-        if model is None:
-            return
-        if adapter_state(model) != self._adapters:
-            raise IdentityError(
-                f"the active adapters have changed under a cache that holds {self._columns} tokens "
-                "computed with the old ones; make a new TieredCache for the new adapters"
-            )
-        if mixed_adapters(model):
-            raise UnsupportedModelError(
-                "the rows of this batch run under different adapters (adapter_names, activated LoRA), "
-                "so no page has one identity; run one adapter at a time"
-            )
-
-    def _check_prompt(self, feed: Feed) -> None:
-        """After ``load_prefix`` the model must be run on its prompt."""
-        if self._prompt is None:
-            return
-        fed = 0
-        for row, (session, tokens) in enumerate(zip(self._sessions, feed.tokens, strict=True)):
-            rest = self._prompt[row][session.length :]
-            fed += len(tokens or ()) >= len(rest)
-            common = min(len(rest), len(tokens or ()))
-            if tokens is not None and tokens[:common] != rest[:common]:
-                at = next(n for n in range(common) if tokens[n] != rest[n])
-                raise ConfigError(
-                    f"row {row} is fed token {tokens[at]} at place {session.length + at} of the prompt, "
-                    f"load_prefix was given {rest[at]} there; pass the whole prompt to both, or reset() the cache"
-                )
-        if fed == len(self._sessions):
-            self._prompt = None
-
-
-def _check_geometry(model: torch.nn.Module, layout: PageLayout) -> None:
-    """The store must have a plane for all that the model's layers will bring; dtypes are seen when they come."""
-    mine = layout_of(model, page_tokens=layout.page_tokens)
-    for have, want in zip_longest(layout.layers, mine.layers):
-        shapes = [
-            None if x is None else (x.kind, x.k_heads, x.k_dim, x.v_heads, x.v_dim, x.window)
-            for x in (have, want)
-        ]
-        if shapes[0] != shapes[1]:
-            raise LayoutError(
-                f"the store's layout has {len(layout.layers)} layers, the model {len(mine.layers)}, and they differ: "
-                f"{have} against {want}; make the store with layout_of(model)"
-            )
-
-
-def _same_adapters(identity: ModelIdentity, model: torch.nn.Module) -> bool:
-    return replace(identity, adapters=active_adapters(model)) == identity
-
-
-def _give_back(session: Session, count: int) -> None:
-    """Return the last ``count`` tails of a session, which hold no token."""
-    if count > 0:
-        spare = session.tails[-count:]
-        del session.tails[-count:]
-        session.store.give_tails(spare, [session.store.device.compute_stream().record()])
 
 
 def _unless_closed(action: Callable[[], object]) -> None:
