@@ -21,6 +21,7 @@ from kvtier.kernels.launch import (
     SUFFIX,
     THREADS,
     WARP,
+    Argument,
     Launcher,
     launcher_for,
 )
@@ -174,9 +175,9 @@ def attention_reference(
 
 
 def _nothing(heads: int, v_dim: int, device: torch.device) -> tuple[Partial, torch.Tensor]:
-    out = torch.zeros(heads, v_dim, device=device)
-    lse = torch.full((heads,), -torch.inf, device=device)
-    return Partial(out, lse), torch.empty(heads, 0, device=device)
+    out = torch.zeros(heads, v_dim, dtype=torch.float32, device=device)
+    lse = torch.full((heads,), -torch.inf, dtype=torch.float32, device=device)
+    return Partial(out, lse), torch.empty(heads, 0, dtype=torch.float32, device=device)
 
 
 def _launch(
@@ -209,12 +210,10 @@ def _launch(
         return torch.empty(shape, dtype=torch.float32, device=table.device)
 
     outs, lses, page_lse = new(splits, heads, v_dim), new(splits, heads), new(heads, pages)
-    arguments = (
-        *(q, table.addresses, table.tokens, outs, lses, page_lse),
-        *(np.int32(pages), np.int32(a_split), np.int64(k_start), np.int64(v_start)),
-        *(np.int32(n) for n in (kv_heads, group, dim, v_dim, tile, k_padded, v_padded, wide)),
-        np.float32(scale),
-    )
+    arguments: list[Argument] = [q, table.addresses, table.tokens, outs, lses, page_lse]
+    arguments += [np.int32(pages), np.int32(a_split), np.int64(k_start), np.int64(v_start)]
+    shape = (kv_heads, group, dim, v_dim, tile, k_padded, v_padded, wide)
+    arguments += [*(np.int32(n) for n in shape), np.float32(scale)]
     name = f"attend_{128 if v_dim <= 128 else MAX_DIM}_{SUFFIX[q.dtype]}"
     shared_bytes = queries_bytes + tile * row_bytes
     launcher.launch(name, (kv_heads, splits, depth), warps * WARP, arguments, shared_bytes)

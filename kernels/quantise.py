@@ -14,7 +14,7 @@ in the tests gives the same bits. A NaN or an infinity does not survive; ``error
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from kvtier.kernels.launch import (
     SUFFIX,
     THREADS,
     WARP,
+    Argument,
     Launcher,
     blocks_for,
     launcher_for,
@@ -141,7 +142,8 @@ def dequantise(
     if out.numel():
         grid = (blocks_for(channels // 2, THREADS), min(pages * tokens, MAX_GRID_YZ), 1)
         sizes = (pages, tokens, channels, q.group, FORMATS.index(q.format))
-        arguments = (q.codes, q.scale, q.zero, out, *(np.int32(n) for n in sizes))
+        arguments: list[Argument] = [q.codes, q.scale, q.zero, out]
+        arguments += [np.int32(n) for n in sizes]
         launcher.launch(f"dequantise_{SUFFIX[dtype]}", grid, THREADS, arguments)
     return out
 
@@ -168,31 +170,31 @@ def _quantise(x: torch.Tensor, format: Format, group: int, launcher: Launcher | 
     if launcher is None:
         return quantise_reference(x, format, group)
     device, shape = x.device, _scale_shape(pages, tokens, channels, group)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
     result = Quantised(
         codes=torch.empty(
             pages, tokens, _code_bytes(channels, format), dtype=torch.uint8, device=device
         ),
-        scale=torch.empty(shape, device=device),
-        zero=torch.empty(shape if format == "int4" else (0,), device=device),
+        scale=torch.empty(shape, **floats),
+        zero=torch.empty(shape if format == "int4" else (0,), **floats),
         format=format,
         group=group,
-        worst=torch.zeros(pages, device=device),
-        sums=torch.zeros(pages, 2, device=device),
+        worst=torch.zeros(pages, **floats),
+        sums=torch.zeros(pages, 2, **floats),
     )
     if not pages:
         return result
     # The device code keeps the largest error as an unsigned integer of the same bits.
     buffers = (result.codes, result.scale, result.zero, result.worst.view(torch.int32), result.sums)
-    number = np.int32(FORMATS.index(format))
-    sizes = (np.int32(pages), np.int32(tokens), np.int32(channels))
+    sizes = [pages, tokens, channels, *([group] if group else []), FORMATS.index(format)]
+    arguments: list[Argument] = [x, *buffers]
+    arguments += [np.int32(n) for n in sizes]
     if group:
-        grid = (blocks_for(pages * tokens, THREADS // WARP), 1, 1)
-        arguments = (x, *buffers, *sizes, np.int32(group), number)
-        launcher.launch(f"quantise_groups_{SUFFIX[x.dtype]}", grid, THREADS, arguments)
+        kernel, grid = "quantise_groups", (blocks_for(pages * tokens, THREADS // WARP), 1, 1)
     else:
-        grid = (blocks_for(channels // 2, THREADS), min(pages, MAX_GRID_YZ), 1)
-        arguments = (x, *buffers, *sizes, number)
-        launcher.launch(f"quantise_channels_{SUFFIX[x.dtype]}", grid, THREADS, arguments)
+        across = blocks_for(channels // 2, THREADS)
+        kernel, grid = "quantise_channels", (across, min(pages, MAX_GRID_YZ), 1)
+    launcher.launch(f"{kernel}_{SUFFIX[x.dtype]}", grid, THREADS, arguments)
     return result
 
 

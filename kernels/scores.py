@@ -11,7 +11,15 @@ import torch
 
 from kvtier.errors import LayoutError
 from kvtier.kernels.checks import FLOATS, MAX_DIM, check_count, check_tensor
-from kvtier.kernels.launch import SUFFIX, THREADS, WARP, Launcher, blocks_for, launcher_for
+from kvtier.kernels.launch import (
+    SUFFIX,
+    THREADS,
+    WARP,
+    Argument,
+    Launcher,
+    blocks_for,
+    launcher_for,
+)
 from kvtier.kernels.summary import DEVIATION, LARGEST, LEAST
 
 
@@ -71,12 +79,8 @@ def _scores(
         return scores_reference(kind, q, summary)
     out = torch.empty(heads, pages, dtype=torch.float32, device=summary.device)
     if pages:
-        arguments = (
-            q,
-            summary,
-            out,
-            *(np.int32(n) for n in (pages, kv_heads, heads // kv_heads, dim)),
-        )
+        arguments: list[Argument] = [q, summary, out]
+        arguments += [np.int32(n) for n in (pages, kv_heads, heads // kv_heads, dim)]
         grid = (blocks_for(pages, THREADS // WARP), kv_heads, 1)
         launcher.launch(f"{kind}_scores_{SUFFIX[q.dtype]}", grid, THREADS, arguments)
     return out

@@ -36,7 +36,9 @@ class TierFullError(KvtierError):
         holders: owner -> number of pages that the owner keeps from being evicted.
     """
 
-    def __init__(self, message: str, *, tier: str, needed_bytes: int, holders: dict[str, int]) -> None:
+    def __init__(
+        self, message: str, *, tier: str, needed_bytes: int, holders: dict[str, int]
+    ) -> None:
         super().__init__(message)
         self.tier = tier
         self.needed_bytes = needed_bytes

@@ -72,20 +72,37 @@ class LayerLayout:
                 raise LayoutError(f"{name} is {value!r}; it must be an integer >= 0")
         paged = self.kind in ("full", "sliding", "latent")
         if self.kind not in ("full", "sliding", "latent", "state", "none"):
-            raise LayoutError(f"layer kind {self.kind!r} is unknown; use full, sliding, latent, state or none")
+            raise LayoutError(
+                f"layer kind {self.kind!r} is unknown; use full, sliding, latent, state or none"
+            )
         if paged and self.k_heads * self.k_dim == 0:
-            raise LayoutError(f"a {self.kind} layer needs k_heads and k_dim > 0, got {self.k_heads} x {self.k_dim}")
+            raise LayoutError(
+                f"a {self.kind} layer needs k_heads and k_dim > 0, got {self.k_heads} x {self.k_dim}"
+            )
         if not paged and (self.k_heads or self.v_heads):
             raise LayoutError(f"a {self.kind} layer stores no KV per token; set its heads to 0")
         if (self.kind == "sliding") != (self.window is not None):
-            raise LayoutError(f"window is {self.window!r} for a {self.kind} layer; only sliding layers have one, and they must")
+            raise LayoutError(
+                f"window is {self.window!r} for a {self.kind} layer; only sliding layers have one, and they must"
+            )
         if self.window is not None and self.window < 1:
             raise LayoutError(f"window is {self.window}; it must be >= 1 token")
 
     @classmethod
-    def attention(cls, kv_heads: int, head_dim: int, dtype: str, *, window: int | None = None) -> LayerLayout:
+    def attention(
+        cls, kv_heads: int, head_dim: int, dtype: str, *, window: int | None = None
+    ) -> LayerLayout:
         """A layer with equal K and V: MHA, GQA or MQA, with a sliding window if ``window`` is given."""
-        return cls("full" if window is None else "sliding", kv_heads, head_dim, dtype, kv_heads, head_dim, dtype, window)
+        return cls(
+            "full" if window is None else "sliding",
+            kv_heads,
+            head_dim,
+            dtype,
+            kv_heads,
+            head_dim,
+            dtype,
+            window,
+        )
 
     @classmethod
     def mla(cls, latent_dim: int, rope_dim: int, dtype: str) -> LayerLayout:
@@ -159,7 +176,9 @@ class PageLayout:
         if not isinstance(page_tokens, int) or page_tokens < 1:
             raise LayoutError(f"page_tokens is {page_tokens!r}; it must be an integer >= 1")
         if not any(layer.paged for layer in self.layers):
-            raise LayoutError("no layer of the layout stores KV per token; there is nothing to page")
+            raise LayoutError(
+                "no layer of the layout stores KV per token; there is nothing to page"
+            )
         for index, layer in enumerate(self.layers):
             for name, bits in (("K", layer.k_token_bits), ("V", layer.v_token_bits)):
                 if bits * page_tokens % 8:
@@ -202,7 +221,9 @@ class PageLayout:
         """The plane of ``layer``; raises LayoutError if that layer has none."""
         plane = self.planes[layer]
         if plane is None:
-            raise LayoutError(f"layer {layer} is of kind {self.layers[layer].kind!r} and has no plane")
+            raise LayoutError(
+                f"layer {layer} is of kind {self.layers[layer].kind!r} and has no plane"
+            )
         return plane
 
     def plane_bytes(self, layer: int) -> int:

@@ -144,7 +144,9 @@ def _find(head: str, spec: str) -> type[ResidencyPolicy]:
     else:
         found = _registered()
         if head not in found:
-            raise ConfigError(f"policy {head!r} is unknown; known are {', '.join(sorted(found))}, or give module:Class")
+            raise ConfigError(
+                f"policy {head!r} is unknown; known are {', '.join(sorted(found))}, or give module:Class"
+            )
         cls = found[head].load()
     if not (isinstance(cls, type) and issubclass(cls, ResidencyPolicy)):
         raise ConfigError(f"policy {spec!r} is not a subclass of kvtier.policy.ResidencyPolicy")

@@ -29,7 +29,9 @@ def parse_size(value: int | str, what: str = "size") -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
-            raise ConfigError(f"{what} is {value!r}; give a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+            raise ConfigError(
+                f"{what} is {value!r}; give a number and a unit of B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+            )
         size = round(float(match.group(1)) * unit)
     if size < 0:
         raise ConfigError(f"{what} is {value!r}; it must not be negative")

@@ -166,7 +166,8 @@ def test_a_fork_continues_bit_for_bit(place: Place, model: Any) -> None:
     with tiered(place, model, vram=8) as cache:
         forward(model, cache, ids)
         with copy.deepcopy(cache) as twin:
-            assert cache.sessions[0].pages and twin.sessions[0].pages == cache.sessions[0].pages
+            assert cache.sessions[0].pages
+            assert twin.sessions[0].pages == cache.sessions[0].pages
             forward(model, cache, prompt(1, 11, seed=6)["input_ids"])
             assert torch.equal(forward(model, twin, more), forward(model, other, more))
 

@@ -6,12 +6,13 @@ A body gets a ``Place`` and compares the kernel there with the torch reference o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
+from places import DTYPES, Pages, Place, attention_layout, near, same
 
 from kvtier.kernels.attention import Partial, merge, merge_partials, partial_attention
-from kvtier.kernels.launch import Launcher
 from kvtier.kernels.mass import add_page_mass
 from kvtier.kernels.pages import gather_pages, scatter_pages
 from kvtier.kernels.quantise import FORMATS, dequantise, quantise_keys, quantise_values
@@ -19,96 +20,6 @@ from kvtier.kernels.scores import arkbox_scores, quest_scores
 from kvtier.kernels.summary import summarise_pages
 from kvtier.kernels.table import PageTable
 from kvtier.layout import LayerLayout, PageLayout
-
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where kernels run. ``launcher`` is ``None`` on a GPU: the device decides."""
-
-    device: torch.device
-    launcher: Launcher | None
-
-    def put(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor.to(self.device) for tensor in tensors]
-
-
-@dataclass
-class Pages:
-    """Random pages in two slabs, on the CPU and in a place; every slab ends where its last page does."""
-
-    layout: PageLayout
-    here: PageTable
-    there: PageTable
-
-    @classmethod
-    def make(
-        cls,
-        place: Place,
-        layout: PageLayout,
-        *,
-        count: int,
-        dtype: torch.dtype | None = None,
-        tokens: list[int] | None = None,
-        seed: int = 0,
-    ) -> Pages:
-        generator = torch.Generator().manual_seed(seed)
-        size = layout.page_bytes
-        slabs = []
-        for slots in (count, count + 1):
-            if dtype is None:
-                slab = torch.randint(
-                    0, 256, (slots * size,), dtype=torch.uint8, generator=generator
-                )
-            else:
-                items = slots * size // dtype.itemsize
-                slab = torch.randn(items, generator=generator).to(dtype).view(torch.uint8)
-            slabs.append(slab)
-        slots = [(n % 2, n * size) for n in torch.randperm(count, generator=generator).tolist()]
-
-        def table(of: list[torch.Tensor]) -> PageTable:
-            return PageTable(
-                of, slots, page_bytes=size, page_tokens=layout.page_tokens, tokens=tokens
-            )
-
-        return cls(layout, table(slabs), table([slab.clone().to(place.device) for slab in slabs]))
-
-
-def attention_layout(
-    heads: int, dim: int, dtype: torch.dtype, page_tokens: int, layers: int = 2
-) -> PageLayout:
-    name = str(dtype).removeprefix("torch.")
-    return PageLayout([LayerLayout.attention(heads, dim, name)] * layers, page_tokens)
-
-
-def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """Equal bit for bit, but any NaN equals any NaN and -0 equals 0."""
-    got = got.cpu()
-    assert got.dtype == want.dtype, what
-    assert got.shape == want.shape, what
-    equal = got == want
-    if got.dtype.is_floating_point:
-        equal |= got.isnan() & want.isnan()
-    wrong = (~equal).nonzero()
-    assert not len(wrong), (
-        f"{what}: {len(wrong)} of {got.numel()} differ, first at {wrong[0].tolist()}: "
-        f"{got[tuple(wrong[0])]} for {want[tuple(wrong[0])]}"
-    )
-
-
-def near(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float = 2e-5) -> None:
-    """Equal up to ``tolerance``, absolute and relative; infinities are equal, NaN is wrong."""
-    got = got.cpu()
-    assert got.dtype == want.dtype, what
-    assert got.shape == want.shape, what
-    off = (got - want).abs()
-    wrong = (~((off <= tolerance * (1 + want.abs())) | (got == want))).nonzero()
-    assert not len(wrong), (
-        f"{what}: {len(wrong)} of {got.numel()} are off, first at {wrong[0].tolist()}: "
-        f"{got[tuple(wrong[0])]} for {want[tuple(wrong[0])]}"
-    )
-
 
 # ------------------------------------------------------------------------------------ pages
 
@@ -187,7 +98,7 @@ def summaries(place: Place, cases: list[tuple[str, int, int, int]] = SUMMARY_CAS
         counts = [page_tokens, 1, page_tokens, max(1, page_tokens - 1)]
         pages = Pages.make(place, layout, count=4, dtype=dtype, tokens=counts)
         part = layout.plane(1).k
-        what = {"start": part.offset, "heads": heads, "dim": dim, "dtype": dtype}
+        what: dict[str, Any] = {"start": part.offset, "heads": heads, "dim": dim, "dtype": dtype}
         got = summarise_pages(pages.there, **what, launcher=place.launcher)
         want = summarise_pages(pages.here, **what)
         case = f"summary {name} {heads}x{dim}"
@@ -220,7 +131,7 @@ def scores(place: Place, cases: list[tuple[str, int, int, int, int]] = SCORE_CAS
         dtype = DTYPES[name]
         layout = attention_layout(kv_heads, dim, dtype, 8, layers=1)
         pages = Pages.make(place, layout, count=count, dtype=dtype)
-        what = {"start": 0, "heads": kv_heads, "dim": dim, "dtype": dtype}
+        what: dict[str, Any] = {"start": 0, "heads": kv_heads, "dim": dim, "dtype": dtype}
         summary = summarise_pages(pages.here, **what)
         q = torch.randn(kv_heads * group, dim).to(dtype)
         q_there, summary_there = place.put(q, summary)
@@ -299,7 +210,7 @@ def attentions(place: Place, cases: list[tuple] = ATTENTION_CASES) -> None:
             spoil_unused(table, plane.v.offset, dtype, counts, kv_heads * v_dim)
         q = torch.randn(kv_heads * group, dim).to(dtype)
         (q_there,) = place.put(q)
-        what = {
+        what: dict[str, Any] = {
             "k_start": plane.k.offset,
             "v_start": plane.v.offset,
             "kv_heads": kv_heads,
@@ -431,14 +342,14 @@ def casts(place: Place) -> None:
     scales = scales[: len(scales) // 2 * 2]
     ones = torch.ones(1, 1, len(scales), dtype=torch.uint8)
     like = quantise_keys(torch.zeros(1, 1, 2), "int8")
-    stored = type(like)(*place.put(ones, scales[None], like.zero), "int8", 0, like.worst, like.sums)
+    codes_there, scales_there, nothing = place.put(ones, scales[None], like.zero)
+    stored = replace(like, codes=codes_there, scale=scales_there, zero=nothing)
     for dtype in DTYPES.values():
         back = dequantise(stored, dtype, launcher=place.launcher)
         same(back[0, 0], scales.to(dtype), f"float32 to {dtype}")
     codes = torch.arange(256, dtype=torch.uint8)[None, None]
-    stored = type(like)(
-        *place.put(codes, torch.ones(1, 256), like.zero), "fp8", 0, like.worst, like.sums
-    )
+    codes_there, scales_there = place.put(codes, torch.ones(1, 256))
+    stored = replace(stored, codes=codes_there, scale=scales_there, format="fp8")
     back = dequantise(stored, torch.float32, launcher=place.launcher)
     same(back[0, 0], codes[0, 0].view(torch.float8_e4m3fn).float(), "float32 of every e4m3 code")
 

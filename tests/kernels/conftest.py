@@ -10,7 +10,7 @@ from pathlib import Path
 import cpumod
 import pytest
 import torch
-from bodies import Place
+from places import Place
 
 #: Builds are named by their content; the ones of sources long gone are of no use to anybody.
 _KEEP_S = 7 * 24 * 3600.0

@@ -105,7 +105,7 @@ def _float_as_double(launch: Launch) -> Launch:
 
 def _half_the_blocks(launch: Launch) -> Launch:
     name, grid, threads, arguments, shared = launch
-    return name, (max(1, grid[0] // 2), *grid[1:]), threads, arguments, shared  # type: ignore[return-value]
+    return name, (max(1, grid[0] // 2), *grid[1:]), threads, arguments, shared
 
 
 def _one_float_less(launch: Launch) -> Launch:

@@ -128,6 +128,7 @@ def _run(job: Job, order: Any) -> dict[str, str]:
     import bodies
     import cpumod
     import mutants
+    import places
     import torch
 
     launcher: Any = cpumod.CpuLauncher(Path(job.library), order)
@@ -136,7 +137,7 @@ def _run(job: Job, order: Any) -> dict[str, str]:
     body = bodies.SMALL_BODIES[job.body]
     torch.manual_seed(0)
     try:
-        body(bodies.Place(torch.device("cpu"), launcher))
+        body(places.Place(torch.device("cpu"), launcher))
     except cpumod.LaunchError as error:
         return {LAUNCH: _first_line(error)}
     except AssertionError as error:

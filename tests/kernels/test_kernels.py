@@ -8,8 +8,10 @@ from pathlib import Path
 import cpumod
 import pytest
 import torch
-from bodies import BODIES, Place
+from bodies import BODIES
+from places import Place
 
+from kvtier.kernels import merge_partials, quantise_keys
 from kvtier.kernels.launch import launcher_for, source
 
 
@@ -33,6 +35,23 @@ def test_the_bodies_launch_every_kernel(library: Path) -> None:
     assert len(instances) > 30
     assert set(instances) - set(launcher.launched) == set()
     assert set(launcher.launched) - set(instances) == set()
+
+
+def test_the_default_dtype_of_torch_does_not_matter(library: Path) -> None:
+    """Models are often built under another one."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        launcher = cpumod.CpuLauncher(library)
+        x = torch.randn(1, 4, 8)
+        assert quantise_keys(x, "int8", launcher=launcher).scale.dtype == torch.float32
+        assert quantise_keys(x, "int8").scale.dtype == torch.float32
+        outs, lses = (
+            torch.zeros(2, 1, 4, dtype=torch.float32),
+            torch.zeros(2, 1, dtype=torch.float32),
+        )
+        assert merge_partials(outs, lses, launcher=launcher).out.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_installed_source_is_the_one_under_test() -> None:

@@ -82,7 +82,9 @@ class TieredCache(Cache):
         self.name = name
         self._guard = ModelGuard(model, store.layout, identity, tenant)
         self.identity = self._guard.identity
-        layers = [TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)]
+        layers: list[Any] = [
+            TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)
+        ]
         super().__init__(layers=layers)
         self._stream = ExactStream(store, columns=columns)
         self._sessions = [Session(store, self.identity, name=name)]
