@@ -502,6 +502,24 @@ def test_an_exception_inside_a_pass(place: Place, layer: int, where: str) -> Non
                 assert torch.equal(got.sequences[:, :30], given["input_ids"])
 
 
+def test_a_failed_pass_gives_its_room_back(place: Place) -> None:
+    model = make()
+    ids = prompt(1, 40)["input_ids"]
+    attention = model.model.layers[1].self_attn
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise Boom
+
+    with place.store(model, vram=6, host=0, disk=0) as store:
+        with TieredCache(model, store) as first, TieredCache(model, store) as second:
+            attention.forward = fails
+            with pytest.raises(Boom):
+                forward(model, first, ids)
+            del attention.forward
+            got = forward(model, second, ids)
+            assert torch.equal(got, forward(model, dynamic(model), ids))
+
+
 def test_a_failed_copy_during_decoding(place: Place, model: Any) -> None:
     ids = prompt(1, 40)["input_ids"]
     more = prompt(1, 1, seed=3)["input_ids"]
@@ -634,8 +652,17 @@ def test_compute_streams_may_change(place: Place, model: Any) -> None:
                 assert torch.allclose(
                     forward(model, second, part), forward(model, plain, part), atol=1e-4
                 )
-        with place.device.on(streams[0]):
+
+
+def test_a_fork_may_go_on_another_stream(place: Place, model: Any) -> None:
+    ids = prompt(1, 30)["input_ids"]
+    other = dynamic(model)
+    one, two = place.device.stream("one"), place.device.stream("two")
+    with tiered(place, model, vram=12, host=0, disk=0) as cache:
+        with place.device.on(one):
+            forward(model, cache, ids[:, :5])  # a part of a page, which the fork has to copy
+            forward(model, other, ids[:, :5])
             twin = copy.deepcopy(cache)
-        with place.device.on(streams[1]), twin:
-            part = ids[:, 40:]
+        with place.device.on(two), twin:
+            part = ids[:, 5:]
             assert torch.equal(forward(model, twin, part), forward(model, other, part))

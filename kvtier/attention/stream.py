@@ -148,10 +148,6 @@ class ExactStream:
         self._done = compute.record()
         return compute.name, self._done
 
-    def order_after(self, event: Event) -> None:
-        """The next step starts after ``event``."""
-        self._compute, self._done = None, event
-
     def close(self) -> None:
         """Free the staging memory."""
         self._ordered.clear()

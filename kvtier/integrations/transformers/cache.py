@@ -297,7 +297,6 @@ class TieredCache(Cache):
         for session in other._sessions:
             session.close()
         other._sessions = sessions
-        other._stream.order_after(self.store.device.compute_stream().record())
         other._pads = list(self._pads)
         other._usual = self._usual
         other._prompt = self._prompt

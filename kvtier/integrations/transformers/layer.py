@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvtier.integrations.transformers.cache import TieredCache
 
 
-class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class TieredLayer(CacheLayerMixin):
     """Passes a layer's calls on to the cache, which knows all layers and steps.
 
     ``is_sliding`` layers answer with the same lengths and offsets as transformers' own dynamic sliding layer,
@@ -23,7 +23,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     supports_early_init = False
 
     def __init__(self, cache: TieredCache, index: int, window: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._cache = cache
         self._index = index
         self._window = window
