@@ -244,7 +244,7 @@ def test_the_command_tells_all(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert part in text
     for context in (1024, 2048):
         events = json.loads((tmp_path / f"trace-{context}.json").read_text())["traceEvents"]
-        assert any(event["name"] == "weights of layer 31" for event in events)
+        assert any(event["name"] == "layer 31" for event in events)
 
 
 def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +252,8 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
     data = json.loads(capsys.readouterr().out)
     assert [one["kv_dtype"] for one in data["loads"]] == ["bf16", "int4"]
     assert data["failed"] is False
-    assert data["loads"][0]["contexts"][0]["ratio"] == pytest.approx(1, abs=0.05)
+    # Two short steps, of which the first evicts.
+    assert data["loads"][0]["contexts"][0]["ratio"] == pytest.approx(1, abs=0.1)
 
 
 def test_a_failed_context_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -351,6 +351,7 @@ class _Load:
         if payload and (before + place) % len(self.stream.layers) == 0:
             for side in got:
                 self.result.checked_bytes += compare(side, layer, numbers, before + new)
+        kv_bytes = self._kv_bytes(place, sum(side.nbytes for side in got))
         if self.weights is not None:
             share = self.weights.nbytes // len(self.stream.layers)
             reads.append(self.weights.range(place * share, (place + 1) * share))
@@ -358,8 +359,8 @@ class _Load:
         active = self.spec.model.active_params or self.spec.model.params
         device.compute(
             compute,
-            f"weights of layer {layer}",
-            nbytes=plan.read / plan.paged_layers * self._scale,
+            f"layer {layer}",
+            nbytes=plan.read / plan.paged_layers * self._scale + kv_bytes,
             flops=2 * active * tokens / plan.paged_layers * self._scale,
             reads=reads,
         )
@@ -370,16 +371,17 @@ class _Load:
     def _from_disk(self) -> int:
         return self.store.stats().links["disk->host"].bytes if self.spec.disk else 0
 
-    def _traffic(self, reads: Sequence[Span], writes: Sequence[Span]) -> int:
-        """What a layer's gathering and attention move: the work declares whole pages, of which it
-        needs one plane. Hot bytes are read and written on their way into staging memory and read
-        again by attention, cold ones are there already and read once."""
-        staging = {half.buffer for half in self.stream.staging.halves}
-        filled, others = _inside(writes, staging)
-        if not filled:
-            return _size(reads) + others
-        cold, _ = _inside(reads, staging)
-        return 3 * filled - 2 * cold + others
+    @staticmethod
+    def _traffic(reads: Sequence[Span], writes: Sequence[Span]) -> int:
+        """The stream declares what it touches, whole pages and once a step: enough to find races, but not
+        what each layer moves. ``_layer`` charges that."""
+        return 0
+
+    def _kv_bytes(self, place: int, filled: int) -> int:
+        """What a layer's gathering and attention move: hot bytes are read and written on their way into
+        staging memory and read again by attention, cold ones are there already and read once."""
+        cold = sum(at.nbytes for at in self.stream.staging.halves[place % 2].cold)
+        return 3 * filled - 2 * cold
 
     # ------------------------------------------------------------------ books
 
@@ -404,16 +406,6 @@ class _Load:
     def _tell(self, phase: str, done: int, total: int) -> None:
         if self._watch is not None:
             self._watch(phase, min(done, total), total, self.store)
-
-
-def _size(spans: Sequence[Span]) -> int:
-    return sum([stop - start for _, start, stop in spans])
-
-
-def _inside(spans: Sequence[Span], buffers: set[Buffer]) -> tuple[int, int]:
-    """Bytes in some of the buffers, and bytes elsewhere."""
-    inside = sum([stop - start for buffer, start, stop in spans if buffer in buffers])
-    return inside, _size(spans) - inside
 
 
 def _tokens(number: int, before: int, new: int) -> list[int]:

@@ -71,7 +71,7 @@ def layout_of(
     page_tokens: int = 32,
     dtype: torch.dtype | str | None = None,
 ) -> PageLayout:
-    """The page layout of a decoder-only transformers model (transformers 5.24 or newer).
+    """The page layout of a decoder-only transformers model (transformers 5.20 or newer).
 
     Args:
         model_or_config: the model, with or without PEFT around it, or its configuration.
@@ -189,7 +189,7 @@ def _layers_of(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]
         import transformers
 
         raise UnsupportedModelError(
-            f"transformers {transformers.__version__} does not tell its layer types; install 5.24 "
+            f"transformers {transformers.__version__} does not tell its layer types; install 5.20 "
             "or newer"
         ) from error
     return get_layer_types_and_kwargs(config)
