@@ -61,6 +61,7 @@ class ExactStream:
         self._places: list[Place] = []
         self._hot = True
         self._device_type = self.device.torch_device.type
+        self._shared_views: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._fetched: int | None = None
         self._compute: Stream | None = None
         #: All work of the last step, for a step on another stream.
@@ -88,8 +89,11 @@ class ExactStream:
                 )
         self._rows, self._before, self._columns = list(rows), before, columns
         self._planner.begin(rows, columns)
+        self._shared_views.clear()
         self._fetched = None
-        self.staging.fit(len(rows), columns, self.store.timeout_s)
+        # What follows in a last page that is not full is copied along with its run.
+        room = columns + self.layout.page_tokens - 1
+        self.staging.fit(len(rows), room, self.store.timeout_s)
         compute = self.device.compute_stream()
         self._order(compute)
         self._places = plan_places(rows, self.layout.page_tokens)
@@ -104,8 +108,8 @@ class ExactStream:
             k, v: ``[rows, heads, q, dim]``, of the layout's dtypes, on the store's device.
 
         Returns:
-            K and V, ``[rows, heads, columns seen, dim]``: views of staging memory, valid until the next but one
-            layer's ``update`` in stream order.
+            K and V, ``[rows, heads, columns seen, dim]``: views of staging memory, valid until the next layer's
+            ``update`` in stream order.
 
         Raises:
             LayoutError: K or V have another shape, dtype or device.
@@ -116,31 +120,28 @@ class ExactStream:
         assert compute is not None
         plane = self.layout.plane(layer)
         dtypes = self._dtypes[layer]
-        self._check(layer, "K", k, plane.k, dtypes[0])
-        self._check(layer, "V", v, plane.v, dtypes[1])
+        self._check(layer, plane, k, v)
         window = self._window(layer)
-        half = self.staging.halves[self._parity[layer]]
-        if self._fetched != layer:
-            self._fetch(layer, window, half, compute)
-        following = self._next.get(layer)
-        if following is not None:
-            other = self.staging.halves[self._parity[following]]
-            self._fetch(following, self._window(following), other, compute)
-        if half.ready is not None:
-            compute.wait(half.ready)
-            half.ready = None
+        # With nothing to fetch one half does for all layers, and is still in the processor's cache.
+        half = self.staging.halves[0 if self._hot else self._parity[layer]]
         if not self._hot:
+            if self._fetched != layer:
+                self._fetch(layer, window, half, compute)
+            following = self._next.get(layer)
+            if following is not None:
+                other = self.staging.halves[self._parity[following]]
+                self._fetch(following, self._window(following), other, compute)
+            if half.ready is not None:
+                compute.wait(half.ready)
+                half.ready = None
             # Gathering and attention are one piece of work.
             filled = self._filled(plane, half, seen=window.stop - window.start)
             self.device.use(compute, f"layer {layer}", reads=half.cold, writes=filled)
-        self._append(plane.k, k.detach())
-        self._append(plane.v, v.detach())
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
+        self._append(plane, k, v)
         self._gather(window, plane, half)
-        rows, seen = len(self._rows), window.stop - window.start
-        return (
-            self.staging.tensor(half, 0, plane.k, dtypes[0], rows, seen),
-            self.staging.tensor(half, 1, plane.v, dtypes[1], rows, seen),
-        )
+        return self._views(half, plane, dtypes, window.stop - window.start)
 
     def end(self) -> tuple[str, Event]:
         """The step's last layer has been served: (stream name, event) that stand for all its work."""
@@ -151,6 +152,7 @@ class ExactStream:
     def close(self) -> None:
         """Free the staging memory."""
         self._ordered.clear()
+        self._shared_views.clear()
         self.staging.release(self.store.timeout_s)
 
     # ------------------------------------------------------------------ inside
@@ -224,7 +226,8 @@ class ExactStream:
         return copies
 
     def _filled(self, plane: Plane, half: Half, seen: int) -> list[Range]:
-        """The first ``seen`` columns of all rows in a half: K and V."""
+        """The first ``seen`` columns of all rows in a half, and what may be copied behind them: K and V."""
+        seen += self.layout.page_tokens - 1
         ranges = []
         for side, part in enumerate((plane.k, plane.v)):
             token = part.nbytes // self.layout.page_tokens
@@ -256,17 +259,33 @@ class ExactStream:
                 at = staging.start(side, token, row, 0)
                 target[at : at + blank * token].zero_()
 
-    def _append(self, part: Part, values: torch.Tensor) -> None:
-        """Write the new tokens of all rows (``values`` is ``[rows, heads, tokens, dim]``) into their tails."""
-        token = part.nbytes // self.layout.page_tokens
-        if not token:
-            return
+    def _views(
+        self, half: Half, plane: Plane, dtypes: tuple[torch.dtype, torch.dtype], seen: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's attention reads of a half. Layers of equal geometry share it within a step."""
+        k, v = plane.k, plane.v
+        key = (id(half), k.heads, k.dim, v.heads, v.dim, dtypes, seen)
+        views = self._shared_views.get(key)
+        if views is None:
+            rows = len(self._rows)
+            views = self._shared_views[key] = (
+                self.staging.tensor(half, 0, k, dtypes[0], rows, seen),
+                self.staging.tensor(half, 1, v, dtypes[1], rows, seen),
+            )
+        return views
+
+    def _append(self, plane: Plane, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the new tokens of all rows (``[rows, heads, tokens, dim]``) into their tails."""
+        page_tokens = self.layout.page_tokens
         for at in self._places:
-            cut = values[at.row]
-            if at.tokens != values.shape[2]:
-                cut = cut[:, at.source : at.source + at.tokens]
-            start = at.slot.start + part.offset + at.first * token
-            scatter_tokens(at.slot.slab.raw(), start, cut)
+            slab, page = at.slot.slab.raw(), at.slot.start
+            for part, values in ((plane.k, k), (plane.v, v)):
+                if part.nbytes:
+                    cut = values[at.row]
+                    if at.tokens != values.shape[2]:
+                        cut = cut[:, at.source : at.source + at.tokens]
+                    first = at.first * part.nbytes // page_tokens
+                    scatter_tokens(slab, page + part.offset + first, cut)
 
     def _announce(self, compute: Stream) -> None:
         """Tell the device what the step reads and writes in VRAM. Where nothing comes from below, that is all it
@@ -277,19 +296,25 @@ class ExactStream:
         reads = min(windows, key=lambda window: window.start).pages
         writes = [at.slot.range() for at in self._places]
         if self._hot:
-            writes += [half.buffer.range() for half in self.staging.halves]
+            for half in self.staging.halves:
+                half.cold = []
+                writes.append(half.buffer.range())
         self.device.use(compute, "step", reads=reads, writes=writes)
 
-    def _check(
-        self, layer: int, name: str, x: torch.Tensor, part: Part, dtype: torch.dtype
-    ) -> None:
-        want = (len(self._rows), part.heads, self._columns - self._before, part.dim)
-        if x.shape != want or x.dtype != dtype:
-            raise LayoutError(
-                f"{name} of layer {layer} is {x.dtype} {tuple(x.shape)}, the store's layout and this step want "
-                f"{dtype} {want} [rows, heads, tokens, dim]; build the layout with layout_of(model)"
-            )
-        if x.device.type != self._device_type:
-            raise LayoutError(
-                f"{name} of layer {layer} is on {x.device}, the store on {self.device.torch_device}; use one device"
-            )
+    def _check(self, layer: int, plane: Plane, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows, count = len(self._rows), self._columns - self._before
+        for name, x, part, dtype in (
+            ("K", k, plane.k, self._dtypes[layer][0]),
+            ("V", v, plane.v, self._dtypes[layer][1]),
+        ):
+            if x.dtype is not dtype or x.shape != (rows, part.heads, count, part.dim):
+                raise LayoutError(
+                    f"{name} of layer {layer} is {x.dtype} {tuple(x.shape)}, the store's layout and "
+                    f"this step want {dtype} {(rows, part.heads, count, part.dim)} [rows, heads, "
+                    "tokens, dim]; build the layout with layout_of(model)"
+                )
+            if x.device.type != self._device_type:
+                raise LayoutError(
+                    f"{name} of layer {layer} is on {x.device}, the store on "
+                    f"{self.device.torch_device}; use one device"
+                )

@@ -188,14 +188,16 @@ class WindowPlanner:
     def _add(
         self, window: Window, number: int, row: Row, index: int, total: int, slot: Slot
     ) -> None:
-        """A page in VRAM; one that goes on where the last one ends becomes part of its run."""
+        """A page in VRAM; one that goes on where the last one ends becomes part of its run. So does the last
+        page, though it is not full: one copy of what follows in it costs less than a copy of its own."""
         column, lo, hi = self._cut(window.start, row, index, total)
         if lo >= hi:
             return
         last = window.runs[-1] if window.runs else None
         if (
             last is not None
-            and hi - lo == last.tokens == self.page_tokens
+            and lo == 0
+            and last.tokens == self.page_tokens
             and last.row == number
             and last.slab is slot.slab
             and last.start + last.pages * slot.nbytes == slot.start

@@ -15,7 +15,7 @@ from kvtier.devices.base import Buffer, Event, Range
 from kvtier.errors import DeviceOOMError
 
 #: Slabs are about this large: few enough to register with a driver, small enough to grow in steps.
-SLAB_BYTES = 32 << 20
+SLAB_BYTES = 128 << 20
 
 
 @dataclass(slots=True, eq=False)

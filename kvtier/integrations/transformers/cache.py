@@ -171,6 +171,17 @@ class TieredCache(Cache):
 
     # ------------------------------------------------------------------ what transformers calls
 
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a layer's new K and V, ``[rows, heads, tokens, dim]``; all that it attends to."""
+        return self.serve(layer_idx, key_states, value_states)
+
     def serve(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
