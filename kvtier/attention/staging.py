@@ -63,8 +63,9 @@ class Staging:
         """
         if self.halves and rows <= self.rows and columns <= self.columns:
             return
-        if self.halves:
+        if self.halves and columns > self.columns:
             columns = max(columns, self.columns + self.columns // 4)
+        columns = max(columns, self.columns)
         columns, rows = max(columns, self._first_columns), max(rows, self.rows)
         self.release(timeout_s)
         # Whole words: a half is viewed as other types.

@@ -21,7 +21,7 @@ from kvtier.attention.window import Piece, Place, Row, Window, WindowPlanner, pl
 from kvtier.devices.base import Buffer, Event, Range, Stream
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.kernels.gather import gather_run, scatter_tokens
-from kvtier.layout import Part, Plane
+from kvtier.layout import Plane
 from kvtier.store.lease import Lease
 from kvtier.store.store import TieredStore
 
