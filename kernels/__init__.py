@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from kvtier.kernels.launch import Launcher
     from kvtier.kernels.mass import add_page_mass
+    from kvtier.kernels.moves import move_pieces
     from kvtier.kernels.pages import gather_pages, scatter_pages
     from kvtier.kernels.quantise import Quantised, dequantise, quantise_keys, quantise_values
     from kvtier.kernels.scores import arkbox_scores, quest_scores
@@ -38,6 +39,7 @@ _HOMES = {
     "gather_pages": "pages",
     "merge": "attention",
     "merge_partials": "attention",
+    "move_pieces": "moves",
     "partial_attention": "attention",
     "quantise_keys": "quantise",
     "quantise_values": "quantise",
@@ -57,6 +59,7 @@ __all__ = [
     "gather_pages",
     "merge",
     "merge_partials",
+    "move_pieces",
     "partial_attention",
     "quantise_keys",
     "quantise_values",

@@ -168,30 +168,34 @@ DEVICE float warp_sum(float x) {
 
 // ------------------------------------------------------------------------------------- gather, scatter
 
+// `nbytes` in words of W, which both addresses are multiples of, and a ragged tail; the blocks of a row share it.
+template <class W>
+DEVICE void copy_bytes(u8* to, const u8* from, i64 nbytes) {
+    constexpr int AT_ONCE = 4;  // loads in flight before the first store
+    const i64 words = nbytes / (i64)sizeof(W), step = (i64)gridDim.x * blockDim.x;
+    const W* source = reinterpret_cast<const W*>(from);
+    W* target = reinterpret_cast<W*>(to);
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += AT_ONCE * step) {
+        W held[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+            if (i + n * step < words) held[n] = __ldcs(source + i + n * step);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++)
+            if (i + n * step < words) __stcs(target + i + n * step, held[n]);
+    }
+    const i64 rest = words * (i64)sizeof(W) + threadIdx.x;
+    if (blockIdx.x == 0 && rest < nbytes) to[rest] = from[rest];
+}
+
 // `nbytes` from byte `start` of each page, to or from row `i` of `packed`, which begins at `i * stride`.
 // W is the widest word that start, stride and all addresses are multiples of. Grid (x, pages).
 template <class W, bool SCATTER>
 DEVICE void move_pages(const u64* pages, int n_pages, i64 start, i64 nbytes, u8* packed, i64 stride) {
-    constexpr int AT_ONCE = 4;  // loads in flight before the first store
-    const i64 words = nbytes / (i64)sizeof(W), step = (i64)gridDim.x * blockDim.x;
     for (int page = blockIdx.y; page < n_pages; page += gridDim.y) {
         u8* in_page = reinterpret_cast<u8*>(pages[page]) + start;
         u8* in_row = packed + page * stride;
-        const u8* from = SCATTER ? in_row : in_page;
-        u8* to = SCATTER ? in_page : in_row;
-        const W* source = reinterpret_cast<const W*>(from);
-        W* target = reinterpret_cast<W*>(to);
-        for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += AT_ONCE * step) {
-            W held[AT_ONCE];
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; n++)
-                if (i + n * step < words) held[n] = __ldcs(source + i + n * step);
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; n++)
-                if (i + n * step < words) __stcs(target + i + n * step, held[n]);
-        }
-        const i64 rest = words * (i64)sizeof(W) + threadIdx.x;
-        if (blockIdx.x == 0 && rest < nbytes) to[rest] = from[rest];
+        copy_bytes<W>(SCATTER ? in_page : in_row, SCATTER ? in_row : in_page, nbytes);
     }
 }
 
@@ -207,6 +211,24 @@ MOVE(gather_pages_1, u8, false)
 MOVE(scatter_pages_16, uint4, true)
 MOVE(scatter_pages_4, u32, true)
 MOVE(scatter_pages_1, u8, true)
+
+// sizes[i] bytes from sources[i] to destinations[i], in VRAM or pinned host memory; no piece meets another.
+// The word is chosen a piece, for one odd address must not slow down all. Grid (x, pieces).
+KERNEL(THREADS)
+move_pieces(const u64* destinations, const u64* sources, const i64* sizes, int n_pieces) {
+    for (int piece = blockIdx.y; piece < n_pieces; piece += gridDim.y) {
+        const u64 both = destinations[piece] | sources[piece];
+        u8* to = reinterpret_cast<u8*>(destinations[piece]);
+        const u8* from = reinterpret_cast<const u8*>(sources[piece]);
+        if (both % 16 == 0)
+            copy_bytes<uint4>(to, from, sizes[piece]);
+        else if (both % 4 == 0)
+            copy_bytes<u32>(to, from, sizes[piece]);
+        else
+            copy_bytes<u8>(to, from, sizes[piece]);
+    }
+}
+KVT_EXPORT(move_pieces, THREADS)
 
 // ------------------------------------------------------------------------------------------- summary
 

@@ -123,10 +123,7 @@ def _launch(
         return
     stride = packed.stride(0)
     word = next(w for w in WORDS if not (start | stride | packed.data_ptr()) % w)
-    down = min(len(table), MAX_GRID_YZ if blocks is None else blocks)
-    across = blocks_for(nbytes // word, THREADS * _AT_ONCE)
-    if blocks is not None:
-        across = max(1, min(across, blocks // down))
+    grid = copy_grid(len(table), nbytes // word, blocks)
     arguments = (
         table.addresses,
         np.int32(len(table)),
@@ -135,4 +132,13 @@ def _launch(
         packed,
         np.int64(stride),
     )
-    launcher.launch(f"{verb}_pages_{word}", (across, down, 1), THREADS, arguments)
+    launcher.launch(f"{verb}_pages_{word}", grid, THREADS, arguments)
+
+
+def copy_grid(rows: int, words: int, blocks: int | None) -> tuple[int, int, int]:
+    """Launch shape of a copy of ``rows`` times ``words`` words in at most ``blocks`` thread blocks."""
+    down = min(rows, MAX_GRID_YZ if blocks is None else blocks)
+    across = blocks_for(words, THREADS * _AT_ONCE)
+    if blocks is not None:
+        across = max(1, min(across, blocks // down))
+    return across, down, 1

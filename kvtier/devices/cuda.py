@@ -10,7 +10,8 @@ A copy is submitted by the size of its pieces:
 * one contiguous piece, a whole page as a rule: one DMA;
 * several pieces of 32 KiB or more: one ``cudaMemcpyBatchAsync`` where the driver and cuda-bindings
   have it (``kvtier.devices.batch``), else one call a run of pieces with equal pitch;
-* smaller pieces: ``small_copy``, a gather or scatter kernel, if one was given; else as above.
+* several smaller pieces: ``small_copy``, by default one kernel for all of them
+  (``kvtier.devices.small``); where kernels cannot run, one call a run as above.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvtier.devices.base import Buffer, Device, Event, MemoryKind, Range, Stream
 from kvtier.devices.batch import BatchCopy, find_batch_copy
 from kvtier.devices.cards import Direction, vram_margin
 from kvtier.devices.parts import Piece, check_range, direction_of, merge, runs
+from kvtier.devices.small import PIECES_A_LAUNCH, Lists, SmallMoves
 from kvtier.devices.views import views
 from kvtier.errors import (
     ClosedError,
@@ -38,18 +40,21 @@ from kvtier.errors import (
     DeviceOOMError,
     OffloadWarning,
 )
+from kvtier.kernels.launch import Launcher, launcher_for
+from kvtier.kernels.moves import reaches_host_memory
 from kvtier.units import format_size, parse_size
 
 #: Pieces from this size on go through the copy engine one by one: below, submitting (0.5 us a piece)
 #: and the engine (4-7 GB/s under 28 KiB, vLLM PR 42212) cost more than a kernel.
 BATCH_PIECE_BYTES = 32 * 1024
 
-#: Copies pieces smaller than that on a torch stream: ``(pieces, direction, stream) -> done``. False
-#: leaves them to the copy engine.
+#: Copies pieces smaller than that on a torch stream, which is the current one:
+#: ``(pieces, direction, stream) -> done``. False leaves them to the copy engine.
 SmallCopy = Callable[[Sequence[Piece], Direction, Any], bool]
 
-#: cudaHostRegisterPortable: pinned for all CUDA contexts of the process.
-_PORTABLE = 1
+#: cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all CUDA contexts of the process, and
+#: within the reach of kernels.
+_PORTABLE_AND_MAPPED = 1 | 2
 
 #: torch annotates these only in part.
 _cuda: Any = torch.cuda
@@ -124,9 +129,7 @@ class CudaStream(Stream):
         self.cuda = cuda
 
     def record(self) -> CudaEvent:
-        event = _cuda.Event()
-        event.record(self.cuda)
-        return CudaEvent(event)
+        return _record(self.cuda)
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
@@ -144,7 +147,7 @@ class CudaDevice(Device):
         index: the card's number, also as text.
         vram_bytes: what ``alloc`` may hand out in all, in bytes or as text ("2GiB"). Default: the
             memory that is free now less 8 % of it, at least 512 MiB.
-        small_copy: copies of many small pieces; see the module.
+        small_copy: copies of several small pieces; default: a kernel, see the module.
 
     Raises:
         ConfigError: no CUDA, no card of that number, or no memory left on it.
@@ -179,7 +182,9 @@ class CudaDevice(Device):
         # torch reuses a freed block in the order of the stream it came from. With a stream of its
         # own, an allocation never meets work of others that is still pending on its block.
         self._alloc_stream = _cuda.Stream(self._torch_device)
-        self._small_copy = small_copy
+        self._small_copy: SmallCopy = small_copy or SmallMoves(
+            self._find_launcher, self._alloc_lists, _record
+        )
         self._batch: BatchCopy | None = find_batch_copy()
 
     @property
@@ -220,7 +225,9 @@ class CudaDevice(Device):
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory = torch.frombuffer(mapping, dtype=torch.uint8)
             with _cuda.device(self._index):
-                error = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))
+                error = int(
+                    _cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE_AND_MAPPED)
+                )
             if error:
                 self._warn_pageable(nbytes, error)
             return self._keep(CudaBuffer(self, memory, "pageable" if error else "pinned", mapping))
@@ -261,21 +268,32 @@ class CudaDevice(Device):
             self._mine(piece.dst)
             self._mine(piece.src)
         grouped = runs(pieces, direction)
-        if len(grouped) > 1 and self._copy_together(pieces, direction, cuda):
-            return
+        if len(grouped) > 1:
+            grouped = runs(self._copy_together(pieces, direction, cuda), direction)
         with _cuda.stream(cuda):
             for run in grouped:
                 pinned = "pageable" not in (run.first.dst.kind, run.first.src.kind)
                 dst, src = views(run)
                 dst.copy_(src, non_blocking=pinned)
 
-    def _copy_together(self, pieces: Sequence[Piece], direction: Direction, cuda: Any) -> bool:
-        """Copy pieces that torch would need several calls for in one; False if that is not
-        possible here. Pageable memory is left to torch, which waits for it."""
+    def _copy_together(
+        self, pieces: Sequence[Piece], direction: Direction, cuda: Any
+    ) -> Sequence[Piece]:
+        """Copy pieces that torch would need several calls for in one a size class, and return those
+        that are left. Pageable memory is left to torch, which waits for it."""
         if any("pageable" in (piece.dst.kind, piece.src.kind) for piece in pieces):
-            return False
-        if min(piece.nbytes for piece in pieces) < BATCH_PIECE_BYTES:
-            return self._small_copy is not None and self._small_copy(pieces, direction, cuda)
+            return pieces
+        small = [piece for piece in pieces if piece.nbytes < BATCH_PIECE_BYTES]
+        large = [piece for piece in pieces if piece.nbytes >= BATCH_PIECE_BYTES]
+        if len(small) > 1:
+            with _cuda.stream(cuda):
+                if self._small_copy(small, direction, cuda):
+                    small = []
+        if len(large) > 1 and self._copy_batch(large, cuda):
+            large = []
+        return [*small, *large]
+
+    def _copy_batch(self, pieces: Sequence[Piece], cuda: Any) -> bool:
         # The driver refuses batches on the legacy default stream, whose handle is 0.
         if self._batch is None or not int(cuda.cuda_stream):
             return False
@@ -289,6 +307,20 @@ class CudaDevice(Device):
         if not done:
             self._batch = None
         return done
+
+    def _find_launcher(self) -> Launcher | None:
+        launcher = launcher_for(self._torch_device)
+        return launcher if launcher and reaches_host_memory(self._torch_device) else None
+
+    def _alloc_lists(self) -> Lists | None:
+        shape = (3, PIECES_A_LAUNCH)
+        try:
+            with _cuda.stream(self._alloc_stream):
+                vram = torch.empty(shape, dtype=torch.int64, device=self._torch_device)
+        except _cuda.OutOfMemoryError:
+            return None
+        host = self.alloc_host(vram.nbytes).raw().view(torch.int64).view(shape)
+        return Lists(host, vram)
 
     def launch(
         self,
@@ -388,6 +420,13 @@ class CudaDevice(Device):
             ),
             stacklevel=3,
         )
+
+
+def _record(cuda: Any) -> CudaEvent:
+    """An event behind the work of a torch stream so far."""
+    event = _cuda.Event()
+    event.record(cuda)
+    return CudaEvent(event)
 
 
 def _card_index(index: int | str) -> int:

@@ -14,6 +14,7 @@ from places import DTYPES, Pages, Place, attention_layout, near, same
 
 from kvtier.kernels.attention import Partial, merge, merge_partials, partial_attention
 from kvtier.kernels.mass import add_page_mass
+from kvtier.kernels.moves import move_pieces
 from kvtier.kernels.pages import gather_pages, scatter_pages
 from kvtier.kernels.quantise import FORMATS, dequantise, quantise_keys, quantise_values
 from kvtier.kernels.scores import arkbox_scores, quest_scores
@@ -77,6 +78,52 @@ def moves(
 
 def moves_small(place: Place) -> None:
     moves(place, [(32, 1005, 1008), (1, 2100, None), (4, 996, None)], count=2)
+
+
+#: (destination after a multiple of 16, source after one, bytes): each word width, tails, grid strides.
+PIECES = [
+    (0, 0, 20_000),
+    (0, 0, 4096 + 15),
+    (0, 0, 7),
+    (0, 4, 5003),
+    (12, 0, 1030),
+    (4, 8, 3),
+    (0, 1, 2100),
+    (3, 0, 77),
+    (5, 7, 0),
+    (2, 6, 2001),
+    (0, 0, 33),
+]
+
+
+def pieces(place: Place, cases: list[tuple[int, int, int]] = PIECES) -> None:
+    room = sum(size + 32 for *_, size in cases)
+    for blocks in (None, 2):
+        old = torch.full((room,), 7, dtype=torch.uint8)
+        new = torch.randint(0, 256, (room,), dtype=torch.uint8)
+        dst, src = place.put(old.clone(), new)
+        on_gpu = place.device.type == "cuda"
+        # Fresh memory of an allocator begins at a multiple of 16; on a GPU the second way is from
+        # host memory, which the kernel reads through its unified address.
+        for source in (src, new.pin_memory()) if on_gpu else (src,):
+            dst.copy_(old)
+            rows, expected, to, of = [], old.clone(), 0, 0
+            for shift_to, shift_of, size in cases:
+                start, begin = to + shift_to, of + shift_of
+                rows.append((dst.data_ptr() + start, source.data_ptr() + begin, size))
+                expected[start : start + size] = new[begin : begin + size]
+                to, of = (-(-(at + size) // 16) * 16 for at in (start, begin))
+            lists = torch.tensor(rows[::-1]).t().contiguous()
+            if not on_gpu:
+                move_pieces(*lists)
+                same(dst, expected, "pieces, reference")
+                dst.copy_(old)
+            move_pieces(*lists.to(place.device), blocks=blocks, launcher=place.launcher)
+            same(dst, expected, f"pieces, {blocks} blocks")
+
+
+def pieces_small(place: Place) -> None:
+    pieces(place, [(0, 0, 16_500), (0, 0, 47), (0, 4, 1030), (12, 0, 519), (3, 0, 77), (0, 0, 5)])
 
 
 # ---------------------------------------------------------------------------------- summary
@@ -356,6 +403,7 @@ def casts(place: Place) -> None:
 
 BODIES: dict[str, Callable[[Place], None]] = {
     "moves": moves,
+    "pieces": pieces,
     "summaries": summaries,
     "scores": scores,
     "masses": masses,
@@ -368,6 +416,7 @@ BODIES: dict[str, Callable[[Place], None]] = {
 #: Inputs that a sanitizer gets through in a fraction of a second.
 SANITIZED_BODIES: dict[str, Callable[[Place], None]] = {
     "moves": moves_small,
+    "pieces": pieces_small,
     "summaries": summaries_small,
     "scores": scores_small,
     "masses": masses_small,

@@ -22,6 +22,7 @@ MAX_REGISTERS = 128
 WIDE = {
     "gather_pages_16": (4, 4),
     "scatter_pages_16": (4, 4),
+    "move_pieces": (4, 4),
     "summarise_16_f32": (2, 4),
     "summarise_16_f16": (2, 4),
     "summarise_16_bf16": (2, 4),

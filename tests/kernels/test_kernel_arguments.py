@@ -16,7 +16,7 @@ import torch
 
 from kvtier import kernels
 from kvtier.errors import ConfigError, LayoutError, OffloadWarning
-from kvtier.kernels import launch
+from kvtier.kernels import launch, moves
 
 PAGE_BYTES = 512
 
@@ -40,6 +40,12 @@ def summary(dtype: torch.dtype = torch.float16) -> torch.Tensor:
 def attend(q: torch.Tensor, pages: kernels.PageTable | None = None, **changes: Any) -> Any:
     options = {"k_start": 0, "v_start": 128, "kv_heads": 2} | changes
     return kernels.partial_attention(q, table() if pages is None else pages, **options)
+
+
+def pieces(**changes: Any) -> None:
+    lists = {"destinations": [64, 128], "sources": [256, 512], "sizes": [1, 2]}
+    given = {name: torch.tensor(changes.pop(name, values)) for name, values in lists.items()}
+    kernels.move_pieces(**given, **changes, launcher=Recorder())
 
 
 half = torch.float16
@@ -69,6 +75,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "scatter twice": (lambda: kernels.scatter_pages(table([(0, 0), (0, 0)]), torch.zeros(2, 8, dtype=byte)), "table names a page twice"),
     "scatter past the page": (lambda: kernels.scatter_pages(table(), torch.zeros(2, 8, dtype=byte), start=508), "start, packed: bytes 508 to 516"),
     "scatter a vector": (lambda: kernels.scatter_pages(table(), torch.zeros(8, dtype=byte)), r"packed has shape \[8\]"),
+    "pieces of floats": (lambda: pieces(destinations=[1.0, 2.0]), "destinations is of torch.float32; it must be of torch.int64"),
+    "pieces as a list": (lambda: kernels.move_pieces(cast(Any, [1]), torch.zeros(1), torch.zeros(1)), "destinations is a list"),
+    "pieces from fewer": (lambda: pieces(sources=[64]), r"sources has shape \[1\]; it must be \[2\]"),
+    "pieces of other sizes": (lambda: pieces(sizes=[1, 2, 3]), r"sizes has shape \[3\]; it must be \[2\]"),
+    "piece of negative size": (lambda: pieces(sizes=[0, -1]), r"sizes\[1\] is -1; it must be 0 or more"),
+    "piece from nowhere": (lambda: pieces(sources=[64, 0]), r"sources\[1\] is 0; it must be the address"),
+    "piece to nowhere": (lambda: pieces(destinations=[0, 64]), r"destinations\[0\] is 0; it must be the address"),
+    "pieces without kernels": (lambda: kernels.move_pieces(*torch.zeros(3, 1, dtype=torch.int64, device="meta")), r"destinations are on meta, .* no kernels; .* kvtier\[cuda13\]"),
+    "pieces largest": (lambda: pieces(largest=-1), "largest is -1; it must be an integer >= 0"),
+    "pieces blocks": (lambda: pieces(blocks=0), "blocks is 0; it must be an integer >= 1"),
     "summary dtype": (lambda: kernels.summarise_pages(table(), start=0, heads=2, dim=8, dtype=torch.int8), "dtype is torch.int8"),
     "summary heads": (lambda: kernels.summarise_pages(table(), start=0, heads=0, dim=8, dtype=half), "heads is 0"),
     "summary past the page": (lambda: kernels.summarise_pages(table(), start=400, heads=2, dim=8, dtype=half), "start, heads, dim: bytes 400 to 528"),
@@ -134,6 +150,7 @@ def test_no_pages_is_no_launch() -> None:
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert page_lse.shape == (4, 0)
+    kernels.move_pieces(*torch.zeros(3, 0, dtype=torch.int64), launcher=recorder)
     assert recorder.launches == []
 
 
@@ -242,6 +259,28 @@ class FakeCupy(types.ModuleType):
             self.compiled += 1
 
         return types.SimpleNamespace(get_function=get_function, compile=compile)
+
+
+@pytest.mark.parametrize(("attribute", "reached"), [(1, True), (0, False), (None, False)])
+def test_host_memory_is_reached_only_where_the_card_says_so(
+    attribute: int | None, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def answer(number: int, index: int) -> int:
+        asked.append((number, index))
+        if attribute is None:
+            raise RuntimeError("cudaErrorInvalidValue")
+        return attribute
+
+    cupy = FakeCupy()
+    cupy.cuda.runtime = types.SimpleNamespace(deviceGetAttribute=answer)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    moves.reaches_host_memory.cache_clear()
+    assert moves.reaches_host_memory(torch.device("cuda", 1)) is reached
+    moves.reaches_host_memory.cache_clear()
+    assert asked == [(91, 1)]
+    assert moves.reaches_host_memory(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("no_launcher")
