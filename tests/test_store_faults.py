@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -35,6 +36,7 @@ import kvtier.store.residence
 import kvtier.tiers.memory
 from kvtier.devices.emulated import EmulatedDevice
 from kvtier.devices.faults import Faults
+from kvtier.devices.handles import EmulatedStream
 from kvtier.errors import (
     CopyFailedError,
     DeadlineExceededError,
@@ -617,6 +619,17 @@ def _nothing(*_: object) -> None:
     pass
 
 
+def _without_waits_of(function: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Streams do not wait where ``function`` tells them to."""
+    wait = EmulatedStream.wait
+
+    def deaf(self: EmulatedStream, event: Any) -> None:
+        if sys._getframe(1).f_code.co_name != function:
+            wait(self, event)
+
+    return lambda patch: patch.setattr(EmulatedStream, "wait", deaf)
+
+
 ORDERS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a copy waits for the write of its source": _without_after,
     "a copy waits for the former use of its target": lambda patch: patch.setattr(
@@ -628,6 +641,8 @@ ORDERS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a private copy waits for the former use of its slot": lambda patch: patch.setattr(
         kvtier.store.placement, "order_behind", _nothing
     ),
+    "a private copy waits for the write of its source": _without_waits_of("fill"),
+    "a fork waits for the step that wrote its tails": _without_waits_of("fork"),
     "a slot remembers its last readers": lambda patch: patch.setattr(
         kvtier.store.residence, "events", lambda *_: []
     ),
@@ -712,6 +727,23 @@ def two_threads_of_torch_work(on: EmulatedDevice, _: Path) -> None:
     close_clean(store)
 
 
+def private_copies_on_another_stream(on: EmulatedDevice, _: Path) -> None:
+    store = open_store(Config(vram=6), on)
+    one = Sequence(store)
+    with on.on(on.stream("another")):
+        one.append([1] * (TOKENS + 1), 0)
+        one.session.seal()
+    two = one.fork()
+    with on.on(on.stream("another")):
+        two.append([2] * TOKENS, 0)
+        two.session.seal()
+    two.crop(TOKENS + 2)
+    for sequence in (one, two):
+        sequence.check()
+        sequence.session.close()
+    close_clean(store)
+
+
 def busy_day(folder: Path) -> None:
     """Calls that together need every order that the mover and the placement keep."""
     for number, part in enumerate(
@@ -721,6 +753,7 @@ def busy_day(folder: Path) -> None:
             a_page_read_by_a_step_makes_room_for_the_host,
             the_older_of_two_readers_ends_last,
             two_threads_of_torch_work,
+            private_copies_on_another_stream,
         )
     ):
         part(device(), folder / str(number))
