@@ -87,6 +87,11 @@ def test_windows_and_latents_in_other_ways(place: Place, kind: str, way: str) ->
     run_both(place, make(kind), way)
 
 
+@pytest.mark.parametrize("way", ["beams", "padded", "padded-chunked"])
+def test_batches_of_plain_matrix_products(place: Place, way: str) -> None:
+    run_both(place, make("llama-mha", attention="eager"), way)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])

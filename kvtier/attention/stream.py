@@ -61,6 +61,9 @@ class ExactStream:
         self._places: list[Place] = []
         self._hot = True
         self._device_type = self.device.torch_device.type
+        #: Give attention copies of its own, contiguous by head: some matrix products round otherwise
+        #: on the strides of staging memory. Costs one layer's KV in memory outside of kvtier's.
+        self.contiguous = False
         self._shared_views: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._fetched: int | None = None
         self._compute: Stream | None = None
@@ -264,6 +267,12 @@ class ExactStream:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's attention reads of a half. Layers of equal geometry share it within a step."""
         k, v = plane.k, plane.v
+        if self.contiguous:
+            rows = len(self._rows)
+            return (
+                self.staging.tensor(half, 0, k, dtypes[0], rows, seen).contiguous(),
+                self.staging.tensor(half, 1, v, dtypes[1], rows, seen).contiguous(),
+            )
         key = (id(half), k.heads, k.dim, v.heads, v.dim, dtypes, seen)
         views = self._shared_views.get(key)
         if views is None:

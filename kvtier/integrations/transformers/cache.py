@@ -412,6 +412,8 @@ class TieredCache(Cache):
                 Row(session.lease()[0], session.tails, pad, session.length, new, count - new)
                 for session, pad, new in zip(self._sessions, feed.pads, feed.news, strict=True)
             ]
+            # Batched matrix products round differently on other strides; single ones do not.
+            self._stream.contiguous = rows > 1 and self._guard.eager
             self._stream.begin(rows_now, self._columns, feed.columns)
         except BaseException:
             self._undo()

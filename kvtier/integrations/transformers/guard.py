@@ -14,6 +14,7 @@ from kvtier.integrations.transformers.adapters import active_adapters, adapter_s
 from kvtier.integrations.transformers.hook import mixed_adapters
 from kvtier.integrations.transformers.identity import identity_of
 from kvtier.integrations.transformers.layout import layout_of
+from kvtier.integrations.transformers.weights import base_model
 from kvtier.layout import PageLayout
 
 
@@ -63,6 +64,15 @@ class ModelGuard:
     def model(self) -> torch.nn.Module | None:
         """The model, if it is still there."""
         return self._model()
+
+    @property
+    def eager(self) -> bool:
+        """Whether attention is computed by transformers' plain matrix products at this moment."""
+        model = self._model()
+        if model is None:
+            return False
+        text = base_model(model).config.get_text_config(decoder=True)
+        return getattr(text, "_attn_implementation", None) == "eager"
 
     def check_identity(self) -> None:
         """Compare all weights, adapters and the configuration with what the pages are keyed by.
