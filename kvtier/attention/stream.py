@@ -1,8 +1,8 @@
 """Mode ``exact-stream``: every page that a layer needs is gathered into staging memory, in order and bit for bit.
 
 While a layer computes, the pages of the next one that are not in VRAM are already on their way. Hot pages
-are gathered by the compute stream itself, ahead of attention. Two halves of staging memory alternate between layers; an event in
-each direction guards every reuse:
+are gathered by the compute stream itself, ahead of attention. Two halves of staging memory alternate between
+layers (one does where nothing has to come from below); an event in each direction guards every reuse:
 
 * the copy stream waits for all compute work up to the layer before, which was the last to read the half;
 * the compute stream waits for the copies into the half before it reads it.
