@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -72,6 +73,23 @@ class PageTable:
 
     def __len__(self) -> int:
         return len(self.pages)
+
+    def take(self, rows: Sequence[int]) -> PageTable:
+        """The table of some of the pages, by their place in this one. Nothing is checked again.
+
+        Raises:
+            LayoutError: there is no such place.
+        """
+        for row in rows:
+            if not 0 <= row < len(self):
+                raise LayoutError(f"rows has {row}; the table has {len(self)} pages")
+        taken = copy.copy(self)
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
+        taken.pages = tuple(self.pages[row] for row in rows)
+        taken.counts = tuple(self.counts[row] for row in rows)
+        taken.addresses, taken.tokens = self.addresses[index], self.tokens[index]
+        taken.distinct = self.distinct and len(set(rows)) == len(rows)
+        return taken
 
     def check_range(self, name: str, start: int, nbytes: int) -> None:
         """Raises LayoutError if bytes ``start`` to ``start + nbytes`` are not inside a page."""

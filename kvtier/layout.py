@@ -5,6 +5,10 @@ contiguous byte range: the planes of the layers in order, each plane its K part 
 Inside a part the order is token-major, ``[page_tokens, heads, dim]``: the bytes of consecutive tokens
 are contiguous, so a page that is filled up to token ``n`` is a prefix of each part, consecutive pages
 lie behind each other in a staging buffer without any transposition, and a part is one DMA.
+
+With ``summaries`` the planes are followed by what a selector needs to know of the page: for each layer with full
+attention ``[4, k_heads, k_dim]`` numbers about its keys (see ``kvtier.kernels.summary``). As a part of the page they
+move, are stored and are checked with it.
 """
 
 from __future__ import annotations
@@ -31,6 +35,12 @@ DTYPE_BITS: dict[str, int] = {
 
 #: Planes start at multiples of this many bytes, for 16-byte vector loads.
 PLANE_ALIGN = 16
+
+#: Numbers a channel in a summary: least, largest, mean, mean deviation.
+SUMMARY_ROWS = 4
+
+#: Dtypes of keys that can be summarised.
+SUMMARY_DTYPES = ("float32", "float16", "bfloat16")
 
 LAYOUT_VERSION = 1
 
@@ -163,16 +173,26 @@ class Plane:
 class PageLayout:
     """The geometry of all pages of a model: its layers and the number of tokens in a page.
 
+    Args:
+        layers: what each layer stores.
+        page_tokens: tokens in a page.
+        summaries: keep a summary of the keys of each layer with full attention in the page, for
+            selection. Pages with and without are not interchangeable.
+
     Raises:
         LayoutError: no layer is paged, ``page_tokens`` < 1, or a part is not a whole number of bytes.
     """
 
     layers: tuple[LayerLayout, ...]
     page_tokens: int = 32
+    summaries: bool = False
 
-    def __init__(self, layers: Sequence[LayerLayout], page_tokens: int = 32) -> None:
+    def __init__(
+        self, layers: Sequence[LayerLayout], page_tokens: int = 32, summaries: bool = False
+    ) -> None:
         object.__setattr__(self, "layers", tuple(layers))
         object.__setattr__(self, "page_tokens", page_tokens)
+        object.__setattr__(self, "summaries", summaries)
         if not isinstance(page_tokens, int) or page_tokens < 1:
             raise LayoutError(f"page_tokens is {page_tokens!r}; it must be an integer >= 1")
         if not any(layer.paged for layer in self.layers):
@@ -186,6 +206,11 @@ class PageLayout:
                         f"the {name} part of layer {index} has {bits * page_tokens} bits, not whole bytes; "
                         f"use an even page_tokens (is {page_tokens})"
                     )
+            if summaries and layer.kind == "full" and layer.k_dtype not in SUMMARY_DTYPES:
+                raise LayoutError(
+                    f"layer {index} has keys of {layer.k_dtype}; summaries need "
+                    f"{', '.join(SUMMARY_DTYPES)}"
+                )
 
     @cached_property
     def planes(self) -> tuple[Plane | None, ...]:
@@ -196,7 +221,7 @@ class PageLayout:
             if not layer.paged:
                 planes.append(None)
                 continue
-            at = -(-at // PLANE_ALIGN) * PLANE_ALIGN
+            at = _aligned(at)
             k_bytes = layer.k_token_bits * self.page_tokens // 8
             v_bytes = layer.v_token_bits * self.page_tokens // 8
             k = Part(at, k_bytes, layer.k_heads, layer.k_dim, layer.k_dtype)
@@ -206,10 +231,36 @@ class PageLayout:
         return tuple(planes)
 
     @cached_property
+    def summary_parts(self) -> tuple[Part | None, ...]:
+        """One entry a layer: where the summary of its keys is, ``[4, heads, dim]``; ``None`` without one."""
+        parts: list[Part | None] = []
+        at = _aligned(max(plane.stop for plane in self.planes if plane is not None))
+        for plane in self.planes:
+            if plane is None or not self.summaries or self.layers[plane.layer].kind != "full":
+                parts.append(None)
+                continue
+            k = plane.k
+            nbytes = SUMMARY_ROWS * k.heads * k.dim * DTYPE_BITS[k.dtype] // 8
+            parts.append(Part(at, nbytes, k.heads, k.dim, k.dtype))
+            at = _aligned(at + nbytes)
+        return tuple(parts)
+
+    @cached_property
+    def summary_range(self) -> tuple[int, int]:
+        """(first byte, bytes) of all summaries of a page; no bytes without any."""
+        parts = [part for part in self.summary_parts if part is not None]
+        return (parts[0].offset, parts[-1].stop - parts[0].offset) if parts else (0, 0)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first byte, bytes) of what is read by itself: each plane in layer order, then the summaries."""
+        planes = [(plane.offset, plane.nbytes) for plane in self.planes if plane is not None]
+        return (*planes, self.summary_range) if self.summary_range[1] else tuple(planes)
+
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one page, all layers, padded so that the next page is aligned too."""
-        last = max(plane.stop for plane in self.planes if plane is not None)
-        return -(-last // PLANE_ALIGN) * PLANE_ALIGN
+        return _aligned(max(offset + nbytes for offset, nbytes in self.ranges))
 
     @cached_property
     def token_bytes(self) -> float:
@@ -247,5 +298,10 @@ class PageLayout:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that differ for any two layouts whose pages are not interchangeable."""
-        text = repr((LAYOUT_VERSION, PLANE_ALIGN, self.page_tokens, self.layers))
+        facts: tuple[object, ...] = (LAYOUT_VERSION, PLANE_ALIGN, self.page_tokens, self.layers)
+        text = repr((*facts, SUMMARY_ROWS) if self.summaries else facts)
         return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvtier.layout").digest()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // PLANE_ALIGN) * PLANE_ALIGN

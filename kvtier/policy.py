@@ -11,17 +11,13 @@ needs room. Contract, checked by ``check()`` in tests and debug mode:
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from kvtier.errors import ConfigError
+from kvtier.plugins import Plugins
 
-GROUP = "kvtier.policies"
+_PLUGINS = Plugins("kvtier.policies", "policy")
 
 
 class PageFacts(NamedTuple):
@@ -99,69 +95,5 @@ def load_policy(spec: str, *, leaf_first: bool) -> ResidencyPolicy:
     Raises:
         ConfigError: unknown name, class or parameter, or a value that is not of the parameter's type.
     """
-    head, params = _split(spec)
-    cls = _find(head, spec)
-    known = {
-        name: p.default
-        for name, p in inspect.signature(cls.__init__).parameters.items()
-        if p.kind is p.KEYWORD_ONLY and name != "leaf_first"
-    }
-    values: dict[str, Any] = {}
-    for name, text in params.items():
-        if name not in known:
-            allowed = ", ".join(known) or "none"
-            raise ConfigError(f"policy {head!r} has no parameter {name!r}; it has: {allowed}")
-        values[name] = _convert(name, text, known[name], head)
+    cls, values = _PLUGINS.load(spec, ResidencyPolicy, hidden=("leaf_first",))
     return cls(leaf_first=leaf_first, **values)
-
-
-@functools.cache
-def _registered() -> dict[str, EntryPoint]:
-    """The named policies of all installed packages; the scan takes tens of milliseconds."""
-    return {point.name: point for point in entry_points(group=GROUP)}
-
-
-def _split(spec: str) -> tuple[str, dict[str, str]]:
-    head, _, tail = spec.rpartition(":")
-    if not head or "=" not in tail:
-        return spec.strip(), {}
-    params: dict[str, str] = {}
-    for item in tail.split(","):
-        name, sep, value = item.partition("=")
-        if not sep or not name.strip():
-            raise ConfigError(f"policy {spec!r}: {item!r} is not of the form key=value")
-        params[name.strip()] = value.strip()
-    return head.strip(), params
-
-
-def _find(head: str, spec: str) -> type[ResidencyPolicy]:
-    if ":" in head:
-        module, _, attribute = head.partition(":")
-        try:
-            cls = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"policy {spec!r} cannot be imported: {error}") from error
-    else:
-        found = _registered()
-        if head not in found:
-            raise ConfigError(
-                f"policy {head!r} is unknown; known are {', '.join(sorted(found))}, or give module:Class"
-            )
-        cls = found[head].load()
-    if not (isinstance(cls, type) and issubclass(cls, ResidencyPolicy)):
-        raise ConfigError(f"policy {spec!r} is not a subclass of kvtier.policy.ResidencyPolicy")
-    return cls
-
-
-def _convert(name: str, text: str, default: object, policy: str) -> object:
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "false": False}[text.lower()]
-        if isinstance(default, int):
-            return int(text)
-        if isinstance(default, float):
-            return float(text)
-    except (ValueError, KeyError):
-        kind = type(default).__name__
-        raise ConfigError(f"policy {policy!r}: {name}={text!r} is not of type {kind}") from None
-    return text

@@ -31,10 +31,11 @@ LAYERS = (
     ("store",),
     ("trace", "cost"),
     ("tiers", "mover"),
-    ("devices", "kernels"),
+    ("devices",),
     ("policies",),
-    ("policy",),
-    ("layout", "identity", "keys", "errors", "units"),
+    ("kernels",),
+    ("policy", "selector"),
+    ("layout", "identity", "keys", "plugins", "errors", "units"),
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

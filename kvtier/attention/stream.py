@@ -40,8 +40,7 @@ class ExactStream:
         self.layout = store.layout
         planes = [plane for plane in self.layout.planes if plane is not None]
         self.layers = [plane.layer for plane in planes]
-        self._next = dict(itertools.pairwise(self.layers))
-        self._parity = {layer: n % 2 for n, layer in enumerate(self.layers)}
+        self._serve(self.layers)
         tokens = self.layout.page_tokens
         self.staging = Staging(
             self.device,
@@ -74,12 +73,15 @@ class ExactStream:
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, rows: Sequence[Row], before: int, columns: int) -> None:
+    def begin(
+        self, rows: Sequence[Row], before: int, columns: int, layers: Sequence[int] | None = None
+    ) -> None:
         """Start a step.
 
         Args:
             rows: the sequences; ``pad + before + new`` is the same for all: ``columns``.
             before, columns: columns before and after the step.
+            layers: those that ``update`` will be called for, ascending; the others get ``append``. Default: all.
 
         Raises:
             DeviceOOMError: there is no VRAM outside the tier for the staging memory.
@@ -91,16 +93,19 @@ class ExactStream:
                     f"a row ends at column {row.pad + row.before + row.new}, the step at {columns}"
                 )
         self._rows, self._before, self._columns = list(rows), before, columns
+        self._serve(self.layers if layers is None else layers)
         self._planner.begin(rows, columns)
         self._shared_views.clear()
         self._fetched = None
-        # What follows in a last page that is not full is copied along with its run.
-        room = columns + self.layout.page_tokens - 1
-        self.staging.fit(len(rows), room, self.store.timeout_s)
+        if self._served:
+            # What follows in a last page that is not full is copied along with its run.
+            room = columns + self.layout.page_tokens - 1
+            self.staging.fit(len(rows), room, self.store.timeout_s)
         compute = self.device.compute_stream()
         self._order(compute)
         self._places = plan_places(rows, self.layout.page_tokens)
-        self._announce(compute)
+        if self._served:
+            self._announce(compute)
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -146,6 +151,17 @@ class ExactStream:
         self._gather(window, plane, half)
         return self._views(half, plane, dtypes, window.stop - window.start)
 
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Append one layer's new K and V, as ``update``, and leave reading to somebody else, who has announced the
+        writes into the tails.
+
+        Raises:
+            LayoutError: K or V have another shape, dtype or device.
+        """
+        plane = self.layout.plane(layer)
+        self._check(layer, plane, k, v)
+        self._append(plane, k.detach(), v.detach())
+
     def end(self) -> tuple[str, Event]:
         """The step's last layer has been served: (stream name, event) that stand for all its work."""
         compute = self._compute or self.device.compute_stream()
@@ -159,6 +175,11 @@ class ExactStream:
         self.staging.release(self.store.timeout_s)
 
     # ------------------------------------------------------------------ inside
+
+    def _serve(self, layers: Sequence[int]) -> None:
+        self._served = layers
+        self._next = dict(itertools.pairwise(layers))
+        self._parity = {layer: n % 2 for n, layer in enumerate(layers)}
 
     def _order(self, compute: Stream) -> None:
         """Put the step behind all that wrote what it reads and used what it overwrites."""
@@ -299,7 +320,7 @@ class ExactStream:
     def _announce(self, compute: Stream) -> None:
         """Tell the device what the step reads and writes in VRAM. Where nothing comes from below, that is all it
         needs to know; otherwise each layer tells what it does in staging memory."""
-        windows = {id(x): x for x in map(self._window, self.layers)}.values()
+        windows = {id(x): x for x in map(self._window, self._served)}.values()
         self._hot = not any(window.cold for window in windows)
         # Windows differ in their start: the longest one has the pages of all.
         reads = min(windows, key=lambda window: window.start).pages

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 
+from kvtier.attention.summaries import write_summaries
 from kvtier.devices.base import Event
 from kvtier.errors import ClosedError, ConfigError, IdentityError
 from kvtier.identity import ModelIdentity
@@ -163,6 +164,9 @@ class Session:
         """Turn full tails into pages: from now on they have a key, may move, and can be shared. The number of
         pages sealed."""
         self._open()
+        full = self.length // self.page_tokens - len(self.pages)
+        if full > 0 and self.store.layout.summaries:
+            self._written = write_summaries(self.store, self.tails[:full], self._written)
         sealed = 0
         while self.tails and self.length >= (len(self.pages) + 1) * self.page_tokens:
             index = len(self.pages)

@@ -130,7 +130,7 @@ class StoreBase:
                     path,
                     layout_digest=layout.digest,
                     page_bytes=layout.page_bytes,
-                    plane_ranges=[(p.offset, p.nbytes) for p in layout.planes if p is not None],
+                    plane_ranges=layout.ranges,
                     capacity_bytes=sizes["disk"],
                     durability=durability,
                     timeout_s=timeout_s,
@@ -194,12 +194,34 @@ class StoreBase:
         Raises:
             PageLostError: a record turned out to be damaged.
         """
+        self._read_disk_part(pages, self.plane_numbers[layer], outs)
+
+    def read_disk_summaries(self, pages: list[Page], outs: list[np.ndarray]) -> None:
+        """The summaries of leased pages on disk, checked, into ``outs`` (uint8, ``layout.summary_range`` bytes each).
+
+        Raises:
+            PageLostError: a record turned out to be damaged.
+        """
+        self._read_disk_part(pages, len(self.plane_numbers), outs)
+
+    def _read_disk_part(self, pages: list[Page], number: int, outs: list[np.ndarray]) -> None:
         with self._locked(None):
-            good = self._placement.read_planes(pages, self.plane_numbers[layer], outs)
+            good = self._placement.read_planes(pages, number, outs)
             if not all(good):
                 raise PageLostError(
                     f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again"
                 )
+
+    def withhold_vram(self, nbytes: int, *, timeout_s: float | None = None) -> None:
+        """Take ``nbytes`` of the VRAM tier's capacity for something else than pages, in whole pages; negative: give
+        them back.
+
+        Raises:
+            TierFullError: that much cannot be freed; nothing was changed.
+        """
+        with self._locked(timeout_s, even_closed=True) as deadline:
+            if not self._closed:
+                self._placement.withhold("vram", nbytes, deadline)
 
     def count_streamed(self, nbytes: int, copies: int) -> None:
         """Account planes that an attention step has gathered from host memory over the link."""

@@ -114,10 +114,10 @@ class Directory:
             self.unhold(page, page.copies[self.floor])
         self._forget(page)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """A request used these pages, root first."""
+    def touch(self, keys: Sequence[bytes], mass: Sequence[float] | None = None) -> None:
+        """A request used these pages, root first; ``mass`` is the share of attention each received."""
         for policy in self.policies.values():
-            policy.touch(keys)
+            policy.touch(keys, mass)
 
     def holders(self, tier: str) -> dict[str, int]:
         """Who keeps pages of a tier: owner -> pages. Walks the directory; for error messages."""

@@ -92,6 +92,14 @@ class Room(Writes):
         while held:
             self.unhold(*held.pop())
 
+    def withhold(self, tier: str, nbytes: int, deadline: float) -> None:
+        """Shrink a slot tier by ``nbytes``, in whole pages, or let it grow again. Raises as ``ensure``."""
+        slots = self.slots[tier]
+        pages = slots.withheld_pages(nbytes)
+        if pages > 0:
+            self.ensure(tier, pages, deadline)
+        slots.withhold(nbytes)
+
     def take(self, tier: str, deadline: float) -> Slot:
         """A free slot of a slot tier; makes room if need be. Raises as ``ensure``."""
         while True:

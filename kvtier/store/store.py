@@ -158,6 +158,34 @@ class TieredStore(SessionPages):
         with self.match(keys, timeout_s=timeout_s) as lease:
             return len(lease)
 
+    def raise_pages(
+        self, pages: Sequence[Page], tier: str, *, timeout_s: float | None = None
+    ) -> int:
+        """Bring pages that somebody owns up to ``vram`` or ``host``, colder ones making room, in the order given;
+        those that find none stay where they are. Waits for the copies. The number that is there now."""
+        with self._locked(timeout_s) as deadline:
+            self._park()
+            for page in pages:
+                copy = page.readable()
+                if copy is None or tier in page.copies:
+                    continue
+                self._directory.hold(page, copy)
+                try:
+                    self._placement.promote(page, tier, deadline, evict=True)
+                finally:
+                    self._placement.unhold(page, copy)
+            self._placement.drain(deadline)
+            return sum(tier in page.copies for page in pages)
+
+    def touch(self, keys: Sequence[bytes], mass: Sequence[float] | None = None) -> None:
+        """Tell the policies that pages were used, given from the root of their sequence on.
+
+        Args:
+            mass: the share of attention that each of them received (0..1).
+        """
+        with self._locked(None):
+            self._directory.touch(keys, mass)
+
     def contains(self, key: bytes) -> bool:
         """Whether a page is stored. A question, not a promise; it does not count as use."""
         with self._locked(None):

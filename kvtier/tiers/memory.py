@@ -68,6 +68,7 @@ class SlotTier:
         self._free: list[int] = []
         self._taken: set[int] = set()
         self.peak_pages = 0
+        self._withheld_bytes = 0
         #: Set when the device had less memory than the tier was promised.
         self.shortfall: str | None = None
 
@@ -82,11 +83,26 @@ class SlotTier:
     @property
     def free_pages(self) -> int:
         """Slots that ``take`` can still hand out without anything being given back."""
-        return self.capacity_pages - self.used_pages
+        return self.capacity_pages - self._withheld - self.used_pages
+
+    @property
+    def _withheld(self) -> int:
+        return -(-self._withheld_bytes // self.page_bytes)
+
+    def withheld_pages(self, nbytes: int) -> int:
+        """Pages that ``withhold(nbytes)`` would take away."""
+        return -(-(self._withheld_bytes + nbytes) // self.page_bytes) - self._withheld
+
+    def withhold(self, nbytes: int) -> None:
+        """Lend ``nbytes`` of the capacity to something that is no page, or (negative) take them back. As many pages
+        must be free."""
+        self._withheld_bytes += nbytes
+        assert self._withheld_bytes >= 0, "more was given back than was withheld"
+        assert self.free_pages >= 0, "there are pages in what is withheld"
 
     def take(self) -> Slot | None:
         """A free slot, contents undefined, or ``None`` if the tier is full."""
-        if not self._free and not self._grow():
+        if self.free_pages <= 0 or (not self._free and not self._grow()):
             return None
         index = heapq.heappop(self._free)
         self._taken.add(index)
@@ -116,7 +132,7 @@ class SlotTier:
         assert len(self._free) + len(self._taken) == len(self._slots) <= self.capacity_pages
 
     def _grow(self) -> bool:
-        room = self.capacity_pages - len(self._slots)
+        room = self.capacity_pages - self._withheld - len(self._slots)
         if room <= 0:
             return False
         pages = min(room, max(8, SLAB_BYTES // self.page_bytes))
@@ -126,7 +142,7 @@ class SlotTier:
             if not self._slots:
                 raise
             self.shortfall = f"the {self.name} tier stays at {len(self._slots)} of {self.capacity_pages} pages: {error}"
-            self.capacity_pages = len(self._slots)
+            self.capacity_pages = len(self._slots) + self._withheld
             return False
         self._slabs.append(slab)
         for i in range(pages):

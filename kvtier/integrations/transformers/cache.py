@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from kvtier.attention.stream import ExactStream
+from kvtier.attention.engine import AttentionEngine
+from kvtier.attention.mode import parse_mode
 from kvtier.attention.window import Row
 from kvtier.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvtier.identity import ModelIdentity
+from kvtier.integrations.transformers.attention import Attached, mark
 from kvtier.integrations.transformers.feed import Feed, left_padding, read_feed
 from kvtier.integrations.transformers.guard import ModelGuard
 from kvtier.integrations.transformers.hook import ForwardInputs, watch_forward
@@ -63,9 +65,15 @@ class TieredCache(Cache):
             changed since; a change of adapters is noticed.
         tenant: keeps pages apart from those of other tenants.
         columns: tokens (prompt and new) to make staging room for at once; it grows on demand.
+        mode: how a step of decoding reads pages: ``exact-stream`` (with the model's own attention, bit for bit),
+            ``exact-split`` (pages in host memory are read by the CPU), or ``select:NAME,budget=...`` (reads some pages
+            only; see ``kvtier.attention.mode.parse_mode``). All but the first change the model's attention
+            implementation while the cache is open.
 
     Raises:
         IdentityError: the identity cannot be determined, or belongs to another layout or other adapters.
+        ConfigError: the mode is unknown or does not fit the layout.
+        UnsupportedModelError: the model cannot be served in this mode.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class TieredCache(Cache):
         tenant: str = "",
         columns: int = 0,
         name: str = "cache",
+        mode: str = "exact-stream",
     ) -> None:
         self.store = store
         self.name = name
@@ -86,7 +95,8 @@ class TieredCache(Cache):
             TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)
         ]
         super().__init__(layers=layers)
-        self._stream = ExactStream(store, columns=columns)
+        self._engine = AttentionEngine(store, parse_mode(mode), columns=columns)
+        self._attached = Attached(model) if self._engine.paged is not None else None
         self._sessions = [Session(store, self.identity, name=name)]
         self._pads = [0]
         #: Whether all tokens are at the positions that they have in a sequence of their own.
@@ -99,6 +109,7 @@ class TieredCache(Cache):
         self._inputs: ForwardInputs | None = None
         self._step: Feed | None = None
         self._done = [False] * len(store.layout.layers)
+        self._last = self._engine.stream.layers[-1]
         self._closed = False
         self._unwatch = watch_forward(model, self)
 
@@ -195,10 +206,12 @@ class TieredCache(Cache):
                 f"layer {layer} was updated twice in one forward pass; use one cache for one model "
                 "and one call at a time"
             )
-        keys, values = self._stream.update(layer, k, v)
+        keys, values = self._engine.update(layer, k, v)
         self._done[layer] = True
         self._served[layer] = step.columns
-        if layer == self._stream.layers[-1]:
+        if self._engine.reads_in_place(layer):
+            return mark(keys, self._engine, layer), values
+        if layer == self._last and not self._engine.paged:
             self._end(step)
         return keys, values
 
@@ -268,7 +281,17 @@ class TieredCache(Cache):
     @property
     def staging_bytes(self) -> int:
         """VRAM outside the tier in which a layer's K and V are gathered, both halves."""
-        return self._stream.staging.nbytes
+        return self._engine.staging_bytes
+
+    @property
+    def summary_bytes(self) -> int:
+        """VRAM in which the summaries of all pages are kept (mode ``select``); taken from the tier."""
+        return self._engine.summary_bytes
+
+    @property
+    def mode(self) -> str:
+        """How decoding reads pages."""
+        return self._engine.mode.text
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -295,7 +318,9 @@ class TieredCache(Cache):
         if model is None:
             raise ClosedError("the cache's model is gone; it cannot be forked")
         self._guard.check_adapters(self._columns)
-        other = TieredCache(model, self.store, identity=self.identity, name=self.name)
+        other = TieredCache(
+            model, self.store, identity=self.identity, name=self.name, mode=self.mode
+        )
         try:
             sessions: list[Session] = []
             for session in self._sessions:
@@ -332,7 +357,9 @@ class TieredCache(Cache):
         self._unwatch()
         with contextlib.ExitStack() as stack:
             # Last to first, each even if one before it fails.
-            stack.callback(_unless_closed, self._stream.close)
+            if self._attached is not None:
+                stack.callback(self._attached.close)
+            stack.callback(_unless_closed, self._engine.close)
             for session in self._sessions:
                 stack.callback(_unless_closed, session.close)
                 if not self.store.closed:
@@ -370,8 +397,16 @@ class TieredCache(Cache):
         self._inputs = None
         if self._closed or self._step is None:
             return
-        missing = self._done.index(False)
+        if complete and self._done[self._last] and not self._engine.unread:
+            self._end(self._step)
+            return
+        unread, missing = self._engine.unread, self._done.index(False) if False in self._done else -1
         self._abort()
+        if complete and unread:
+            raise UnsupportedModelError(
+                f"layer {min(unread)} was not read through transformers' attention interface; this model can be "
+                "served in mode exact-stream only"
+            )
         if complete:
             raise UnsupportedModelError(
                 f"the model has finished without updating layer {missing}; the cache serves only models that "
@@ -406,6 +441,7 @@ class TieredCache(Cache):
         for session in self._sessions:
             session.seal()
         self.store.poll()
+        self._engine.prepare([session.pages for session in self._sessions], feed.count)
         reserve_all(self._sessions, feed.news)
         try:
             rows_now = [
@@ -413,8 +449,8 @@ class TieredCache(Cache):
                 for session, pad, new in zip(self._sessions, feed.pads, feed.news, strict=True)
             ]
             # Batched matrix products round differently on other strides; single ones do not.
-            self._stream.contiguous = rows > 1 and self._guard.eager
-            self._stream.begin(rows_now, self._columns, feed.columns)
+            self._engine.stream.contiguous = rows > 1 and self._guard.eager
+            self._engine.begin(rows_now, self._columns, feed.columns)
         except BaseException:
             self._undo()
             raise
@@ -423,15 +459,19 @@ class TieredCache(Cache):
 
     def _end(self, step: Feed) -> None:
         self._step = None
+        # What a lossy step computes is not what the model would have: such tokens get keys of their own.
+        note = None if self._engine.exact else self._engine.mode.text.encode()
         self._rest()
         for session, new, tokens in zip(self._sessions, step.news, step.tokens, strict=True):
             if new:
-                session.extend(new, tokens)
+                at = session.length
+                extras = {n: note for n in range(at, at + new)} if note else None
+                session.extend(new, tokens, extras)
         self._set_columns(step.columns)
 
     def _rest(self) -> None:
         """The leases may be ended from now on, behind the work of this pass."""
-        stream, event = self._stream.end()
+        stream, event = self._engine.end()
         for session in self._sessions:
             session.rest(stream, event)
 

@@ -70,6 +70,8 @@ def layout_of(
     model_or_config: nn.Module | PreTrainedConfig,
     page_tokens: int = 32,
     dtype: torch.dtype | str | None = None,
+    *,
+    summaries: bool = False,
 ) -> PageLayout:
     """The page layout of a decoder-only transformers model (transformers 5.20 or newer).
 
@@ -78,6 +80,7 @@ def layout_of(
         page_tokens: tokens in a page.
         dtype: dtype of K and V as computed; by default that of the model's weights, or the
             configuration's.
+        summaries: keep a summary of each page's keys in it, as the modes ``select:...`` need.
 
     Raises:
         UnsupportedModelError: the model cannot be served exactly; the message says why and what to
@@ -108,7 +111,7 @@ def layout_of(
                 "and sliding_attention "
                 "keep one K and V a token. Use transformers' own cache for this model"
             )
-    return PageLayout(layers, page_tokens)
+    return PageLayout(layers, page_tokens, summaries)
 
 
 def dtype_name(

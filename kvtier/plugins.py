@@ -1,0 +1,114 @@
+"""Classes by name: entry points, ``module:Class``, and parameters in text.
+
+Residency policies and selectors are both asked for this way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from kvtier.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Plugins:
+    """The classes of one entry point group.
+
+    Args:
+        group: name of the group.
+        kind: what they are, for messages.
+    """
+
+    def __init__(self, group: str, kind: str) -> None:
+        self.group = group
+        self.kind = kind
+
+    def load(
+        self, spec: str, base: type[T], *, hidden: tuple[str, ...] = ()
+    ) -> tuple[type[T], dict[str, Any]]:
+        """The class and parameters of ``NAME``, ``NAME:key=value,...``, ``module:Class`` or
+        ``module:Class:key=value,...``. Values are read as int, float, true/false or text, by the type of the
+        parameter's default.
+
+        Args:
+            base: what the class must be a subclass of.
+            hidden: keyword parameters of the class that are not the user's to set.
+
+        Raises:
+            ConfigError: unknown name, class or parameter, or a value that is not of the parameter's type.
+        """
+        head, params = self._split(spec)
+        cls = self._find(head, spec, base)
+        known = {
+            name: p.default
+            for name, p in inspect.signature(cls.__init__).parameters.items()
+            if p.kind is p.KEYWORD_ONLY and name not in hidden
+        }
+        values: dict[str, Any] = {}
+        for name, text in params.items():
+            if name not in known:
+                allowed = ", ".join(known) or "none"
+                raise ConfigError(
+                    f"{self.kind} {head!r} has no parameter {name!r}; it has: {allowed}"
+                )
+            values[name] = self._convert(name, text, known[name], head)
+        return cls, values
+
+    def _split(self, spec: str) -> tuple[str, dict[str, str]]:
+        head, _, tail = spec.rpartition(":")
+        if not head or "=" not in tail:
+            return spec.strip(), {}
+        params: dict[str, str] = {}
+        for item in tail.split(","):
+            name, sep, value = item.partition("=")
+            if not sep or not name.strip():
+                raise ConfigError(f"{self.kind} {spec!r}: {item!r} is not of the form key=value")
+            params[name.strip()] = value.strip()
+        return head.strip(), params
+
+    def _find(self, head: str, spec: str, base: type[T]) -> type[T]:
+        if ":" in head:
+            module, _, attribute = head.partition(":")
+            try:
+                cls = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"{self.kind} {spec!r} cannot be imported: {error}") from error
+        else:
+            found = registered(self.group)
+            if head not in found:
+                raise ConfigError(
+                    f"{self.kind} {head!r} is unknown; known are {', '.join(sorted(found))}, or give "
+                    "module:Class"
+                )
+            cls = found[head].load()
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise ConfigError(
+                f"{self.kind} {spec!r} is not a subclass of {base.__module__}.{base.__qualname__}"
+            )
+        return cls
+
+    def _convert(self, name: str, text: str, default: object, head: str) -> object:
+        try:
+            if isinstance(default, bool):
+                return {"true": True, "false": False}[text.lower()]
+            if isinstance(default, int):
+                return int(text)
+            if isinstance(default, float):
+                return float(text)
+        except (ValueError, KeyError):
+            kind = type(default).__name__
+            raise ConfigError(
+                f"{self.kind} {head!r}: {name}={text!r} is not of type {kind}"
+            ) from None
+        return text
+
+
+@functools.cache
+def registered(group: str) -> dict[str, EntryPoint]:
+    """The named classes of all installed packages; the scan takes tens of milliseconds."""
+    return {point.name: point for point in entry_points(group=group)}
