@@ -7,17 +7,20 @@ tokens to be verified, sliding-window and latent layers) is gathered by ``ExactS
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from kvtier.attention.mode import Mode
 from kvtier.attention.paged import PagedDecode
-from kvtier.attention.select import SelectDecode
+from kvtier.attention.select import Foresight, SelectDecode
 from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
 from kvtier.devices.base import Event
 from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
+
+F = TypeVar("F", bound=Foresight)
 
 #: Steps between two looks at which pages should be in VRAM.
 MOVE_EVERY = 8
@@ -70,6 +73,12 @@ class AttentionEngine:
     def unread(self) -> frozenset[int]:
         """Layers of this step that were to be read by ``attend`` and have not been."""
         return frozenset(self._unread)
+
+    def foresee(self, foresight: F) -> F:
+        """Have the next layer's queries guessed by ``foresight``, for ``prefetch=hidden``."""
+        if isinstance(self.paged, SelectDecode):
+            self.paged.foresight = foresight
+        return foresight
 
     def prepare(self, pages: Sequence[Sequence[Page]], new: int) -> None:
         """Move pages before a step of ``new`` tokens a row, while nothing pins them: what is only on disk to host

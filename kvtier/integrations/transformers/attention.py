@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvtier.errors import UnsupportedModelError
+from kvtier.integrations.transformers.foresight import HiddenForesight
 from kvtier.integrations.transformers.weights import base_model
 
 if TYPE_CHECKING:
@@ -75,14 +76,26 @@ def register() -> None:
 
 
 class Attached:
-    """Has a model use this attention as long as any cache needs it, and puts its former one back then."""
+    """Has a model use this attention as long as any cache needs it, and puts its former one back then.
+
+    Args:
+        model: of the cache.
+        engine: of the cache; gets its guesses about queries from the model if its mode asks for that.
+
+    Raises:
+        UnsupportedModelError: the model cannot be given another attention, or its queries cannot be guessed.
+    """
 
     _users: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, str]] = (
         weakref.WeakKeyDictionary()
     )
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, engine: AttentionEngine) -> None:
         register()
+        self._foresight: HiddenForesight | None = None
+        selection = engine.mode.selection
+        if selection is not None and selection.prefetch == "hidden":
+            self._foresight = engine.foresee(HiddenForesight(model))
         self._model = weakref.ref(base_model(model))
         inner = base_model(model)
         count, former = self._users.get(inner, (0, inner.config._attn_implementation))
@@ -98,6 +111,8 @@ class Attached:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._foresight is not None:
+            self._foresight.close()
         inner = self._model()
         if self._open and inner is not None:
             count, former = self._users.pop(inner)

@@ -96,7 +96,7 @@ class TieredCache(Cache):
         ]
         super().__init__(layers=layers)
         self._engine = AttentionEngine(store, parse_mode(mode), columns=columns)
-        self._attached = Attached(model) if self._engine.paged is not None else None
+        self._attached = Attached(model, self._engine) if self._engine.paged is not None else None
         self._sessions = [Session(store, self.identity, name=name)]
         self._pads = [0]
         #: Whether all tokens are at the positions that they have in a sequence of their own.
