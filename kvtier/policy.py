@@ -95,5 +95,5 @@ def load_policy(spec: str, *, leaf_first: bool) -> ResidencyPolicy:
     Raises:
         ConfigError: unknown name, class or parameter, or a value that is not of the parameter's type.
     """
-    cls, values = _PLUGINS.load(spec, ResidencyPolicy, hidden=("leaf_first",))
+    cls, values = _PLUGINS.load(spec, ResidencyPolicy, hidden=("leaf_first",))  # type: ignore[type-abstract]
     return cls(leaf_first=leaf_first, **values)

@@ -59,7 +59,9 @@ class Selector(ABC):
         """Layers, besides the caller's own, that must read every page."""
         return frozenset()
 
-    def observe(self, layer: int, page_lse: torch.Tensor, lse: torch.Tensor) -> None:
+    def observe(  # noqa: B027
+        self, layer: int, page_lse: torch.Tensor, lse: torch.Tensor
+    ) -> None:
         """A dense layer has read every page: float32 ``[heads, pages]`` and ``[heads]``, log-sum-exp of each sealed
         page and of all that was read."""
 
@@ -82,7 +84,7 @@ def load_selector(spec: str) -> Callable[[], Selector]:
     Raises:
         ConfigError: unknown name, class or parameter, or a value that is not of the parameter's type.
     """
-    cls, values = _PLUGINS.load(spec, Selector)
+    cls, values = _PLUGINS.load(spec, Selector)  # type: ignore[type-abstract]
     cls(**values)
     return lambda: cls(**values)
 
@@ -94,9 +96,7 @@ def check_reduction(selector: str, how: str) -> str:
         ConfigError: it is not.
     """
     if how not in REDUCTIONS:
-        raise ConfigError(
-            f"selector {selector!r}: reduce={how!r}; use {', '.join(REDUCTIONS)}"
-        )
+        raise ConfigError(f"selector {selector!r}: reduce={how!r}; use {', '.join(REDUCTIONS)}")
     return how
 
 

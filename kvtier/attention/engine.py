@@ -114,7 +114,9 @@ class AttentionEngine:
     @property
     def exact(self) -> bool:
         """Whether this step reads every page in every layer, so that what it appends is what the model would."""
-        return not (self._decoding and isinstance(self.paged, SelectDecode) and self.paged.leaves_out)
+        return not (
+            self._decoding and isinstance(self.paged, SelectDecode) and self.paged.leaves_out
+        )
 
     def reads_in_place(self, layer: int) -> bool:
         """Whether this step's attention of a layer is to be got from ``attend``."""
@@ -148,7 +150,7 @@ class AttentionEngine:
             self.paged.end(event)
             if not self._unread:
                 for keys, shares in self.paged.masses():
-                    self.store.touch(keys, shares)
+                    self.store.attended(keys, shares)
         self._decoding = False
         return stream, event
 

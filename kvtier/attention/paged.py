@@ -141,9 +141,7 @@ class PagedDecode:
             kv_heads=plane.k.heads, v_dim=plane.v.dim, scale=scale,
         )  # fmt: skip
 
-    def tell(
-        self, number: int, layer: int, page_lse: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def tell(self, number: int, layer: int, page_lse: torch.Tensor, lse: torch.Tensor) -> None:
         """Note what share of a layer's attention each sealed page of a row got, the mean over the heads."""
         if page_lse.shape[1]:
             shares = (page_lse - lse[:, None]).exp()
@@ -187,7 +185,10 @@ class PagedDecode:
                 self.device.free(self._bounce)
             with torch.inference_mode(False):
                 self._bounce = self.device.alloc_host(need)
-        at = [Range(self._bounce, n * stride, n * stride + plane.nbytes) for n in range(len(pages.disk))]
+        at = [
+            Range(self._bounce, n * stride, n * stride + plane.nbytes)
+            for n in range(len(pages.disk))
+        ]
         outs = [self.device.host(place, write=True).numpy() for place in at]
         self.store.read_disk_planes([page for _, page in pages.disk], plane.layer, outs)
         table = PageTable(

@@ -230,7 +230,13 @@ class SelectDecode(PagedDecode):
         return self._read_by_head(number, plane, q, scale, places, chosen, half)
 
     def _read_together(
-        self, number: int, plane: Plane, q: torch.Tensor, scale: float, places: list[int], half: PlaneHalf
+        self,
+        number: int,
+        plane: Plane,
+        q: torch.Tensor,
+        scale: float,
+        places: list[int],
+        half: PlaneHalf,
     ) -> Read:
         """All heads read the same pages: those in VRAM where they are."""
         pages, tail = self.pages[number], self._tails[number]
@@ -267,7 +273,9 @@ class SelectDecode(PagedDecode):
         """Each KV head reads pages of its own: all chosen planes are brought together, then each head picks its."""
         pages, tail = self.pages[number], self._tails[number]
         hot = [
-            place for place in places if place in pages.hot_row and (number, place) not in half.slots
+            place
+            for place in places
+            if place in pages.hot_row and (number, place) not in half.slots
         ]
         numbers = self.stage.extend(half, number, hot) if hot else []
         self._arrive(half, plane, own=numbers)
@@ -279,9 +287,7 @@ class SelectDecode(PagedDecode):
         at = torch.tensor([half.slots[number, place] for place in places], device=q.device)
         place_to_row = torch.zeros(len(pages), dtype=torch.int64, device=q.device)
         place_to_row[places] = at
-        k, v = (
-            self._pick(half, plane, side, place_to_row[chosen], q.dtype) for side in (0, 1)
-        )
+        k, v = (self._pick(half, plane, side, place_to_row[chosen], q.dtype) for side in (0, 1))
         part, each = _by_head(q, k, v, scale)
         page_lse = self._unread(q, len(pages))
         group = q.shape[0] // plane.k.heads

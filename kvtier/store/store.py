@@ -177,12 +177,8 @@ class TieredStore(SessionPages):
             self._placement.drain(deadline)
             return sum(tier in page.copies for page in pages)
 
-    def touch(self, keys: Sequence[bytes], mass: Sequence[float] | None = None) -> None:
-        """Tell the policies that pages were used, given from the root of their sequence on.
-
-        Args:
-            mass: the share of attention that each of them received (0..1).
-        """
+    def attended(self, keys: Sequence[bytes], mass: Sequence[float]) -> None:
+        """Tell the policies what share of attention (0..1) pages received, given from the root of their sequence on."""
         with self._locked(None):
             self._directory.touch(keys, mass)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import AttentionInterface
@@ -86,7 +86,8 @@ class Attached:
         UnsupportedModelError: the model cannot be given another attention, or its queries cannot be guessed.
     """
 
-    _users: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, str]] = (
+    #: Model -> (caches that need it, what it used before).
+    _users: ClassVar[weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, str]]] = (
         weakref.WeakKeyDictionary()
     )
 

@@ -400,7 +400,10 @@ class TieredCache(Cache):
         if complete and self._done[self._last] and not self._engine.unread:
             self._end(self._step)
             return
-        unread, missing = self._engine.unread, self._done.index(False) if False in self._done else -1
+        unread, missing = (
+            self._engine.unread,
+            self._done.index(False) if False in self._done else -1,
+        )
         self._abort()
         if complete and unread:
             raise UnsupportedModelError(
@@ -465,7 +468,7 @@ class TieredCache(Cache):
         for session, new, tokens in zip(self._sessions, step.news, step.tokens, strict=True):
             if new:
                 at = session.length
-                extras = {n: note for n in range(at, at + new)} if note else None
+                extras = dict.fromkeys(range(at, at + new), note) if note else None
                 session.extend(new, tokens, extras)
         self._set_columns(step.columns)
 

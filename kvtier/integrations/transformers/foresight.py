@@ -39,7 +39,9 @@ class HiddenForesight:
             else None
         )
         usual = all(
-            hasattr(layer, "input_layernorm") and hasattr(attention, "q_proj") and hasattr(attention, "head_dim")
+            hasattr(layer, "input_layernorm")
+            and hasattr(attention, "q_proj")
+            and hasattr(attention, "head_dim")
             for layer, attention in zip(self._layers, attentions, strict=True)
         )
         if not self._layers or not usual or self._rotate is None:
@@ -77,7 +79,9 @@ class HiddenForesight:
         self._handles.clear()
         self._hidden = self._positions = None
 
-    def _watch(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _watch(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         positions = kwargs.get("position_embeddings")
         self._hidden = hidden.detach() if isinstance(hidden, torch.Tensor) else None
