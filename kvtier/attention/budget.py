@@ -74,7 +74,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.unit == "share":
-            return f"{self.amount:.4g}"
+            return repr(self.amount)
         if self.unit == "bytes":
-            return str(int(self.amount))
+            return f"{int(self.amount)}B"
         return f"{self.amount:.12g}{self.unit}"

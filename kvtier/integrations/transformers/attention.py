@@ -1,20 +1,23 @@
 """Attention through transformers' attention interface, for the modes that read pages where they are.
 
-A cache in such a mode registers ``kvtier`` as an attention implementation and sets it on its model while it is open. In
-a step of decoding it hands the new K out with a mark on it; the implementation sees the mark and asks the cache for the
-result. Without a mark it is transformers' sdpa attention: prefill, other caches, no cache at all.
+A cache in such a mode registers an attention implementation and sets it on its model while it is open: ``kvtier_sdpa``
+where the model had ``sdpa``. In a step of decoding it hands the new K out with a mark on it; the implementation sees the
+mark and asks the cache for the result. Without a mark it is the model's former attention: prefill, other caches, no
+cache at all.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtier.errors import UnsupportedModelError
 from kvtier.integrations.transformers.foresight import HiddenForesight
@@ -23,8 +26,8 @@ from kvtier.integrations.transformers.weights import base_model
 if TYPE_CHECKING:
     from kvtier.attention.engine import AttentionEngine
 
-#: The name under which transformers knows it.
-NAME = "kvtier"
+#: What the names of the implementations begin with; the former one's name follows.
+PREFIX = "kvtier_"
 
 _MARK = "kvtier_read"
 
@@ -44,16 +47,22 @@ def attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    *,
+    former: str,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers calls it: ``query`` is ``[rows, heads, tokens, dim]``; the result ``[rows, tokens, heads, dim]``.
+
+    Args:
+        former: the implementation for everything without a mark.
 
     Raises:
         UnsupportedModelError: the layer caps its logits or drops attention out.
     """
     marked = getattr(key, _MARK, None)
     if marked is None:
-        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        plain = ALL_ATTENTION_FUNCTIONS.get(former) or _eager(module)
+        result: tuple[torch.Tensor, torch.Tensor | None] = plain(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
@@ -69,10 +78,18 @@ def attention(
 
 
 @functools.cache
-def register() -> None:
-    """Make transformers know the implementation."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+def register(former: str) -> str:
+    """Make transformers know the implementation that goes back to ``former``; its name."""
+    name = PREFIX + former
+    AttentionInterface.register(name, functools.partial(attention, former=former))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[former])
+    return name
+
+
+def _eager(module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention that a model's own file defines."""
+    function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return function
 
 
 class Attached:
@@ -92,7 +109,6 @@ class Attached:
     )
 
     def __init__(self, model: torch.nn.Module, engine: AttentionEngine) -> None:
-        register()
         self._foresight: HiddenForesight | None = None
         selection = engine.mode.selection
         if selection is not None and selection.prefetch == "hidden":
@@ -101,12 +117,17 @@ class Attached:
         inner = base_model(model)
         count, former = self._users.get(inner, (0, inner.config._attn_implementation))
         if count == 0:
-            try:
-                inner.set_attn_implementation(NAME)
-            except ValueError as error:
+            if former not in ALL_MASK_ATTENTION_FUNCTIONS:
                 raise UnsupportedModelError(
-                    f"{type(inner).__name__} cannot be given another attention: {error}; use mode exact-stream"
-                ) from error
+                    f"attention {former!r} of {type(inner).__name__} makes no masks that can be taken over; use "
+                    "model.set_attn_implementation('sdpa') first, or mode exact-stream"
+                )
+            name = register(former)
+            inner.set_attn_implementation(name)
+            if inner.config._attn_implementation != name:
+                raise UnsupportedModelError(
+                    f"{type(inner).__name__} does not take another attention implementation; use mode exact-stream"
+                )
         self._users[inner] = (count + 1, former)
         self._open = True
 

@@ -11,6 +11,7 @@ import torch
 from kvtier.errors import ConfigError, IdentityError, LayoutError, UnsupportedModelError
 from kvtier.identity import ModelIdentity
 from kvtier.integrations.transformers.adapters import active_adapters, adapter_state
+from kvtier.integrations.transformers.attention import PREFIX
 from kvtier.integrations.transformers.hook import mixed_adapters
 from kvtier.integrations.transformers.identity import identity_of
 from kvtier.integrations.transformers.layout import layout_of
@@ -72,7 +73,7 @@ class ModelGuard:
         if model is None:
             return False
         text = base_model(model).config.get_text_config(decoder=True)
-        return getattr(text, "_attn_implementation", None) == "eager"
+        return str(getattr(text, "_attn_implementation", "")).removeprefix(PREFIX) == "eager"
 
     def check_identity(self) -> None:
         """Compare all weights, adapters and the configuration with what the pages are keyed by.
