@@ -62,8 +62,8 @@ class Selector(ABC):
     def observe(  # noqa: B027
         self, layer: int, page_lse: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """A dense layer has read every page: float32 ``[heads, pages]`` and ``[heads]``, log-sum-exp of each sealed
-        page and of all that was read."""
+        """A layer has been read: float32 ``[heads, pages]`` and ``[heads]``, log-sum-exp of each sealed page (``-inf``
+        for what was not read) and of all that was read."""
 
     def source(self, layer: int) -> int:
         """The layer whose ranking ``layer`` goes by. What it returns for ``source(layer)`` must be itself."""

@@ -35,7 +35,7 @@ LAYERS = (
     ("policies",),
     ("kernels",),
     ("policy", "selector"),
-    ("layout", "identity", "keys", "plugins", "errors", "units"),
+    ("layout", "identity", "keys", "plugins", "folders", "errors", "units"),
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

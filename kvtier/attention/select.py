@@ -112,13 +112,13 @@ class SelectDecode(PagedDecode):
         budget = self._budget(number)
         if layer in self.dense or budget >= len(pages):
             read = super().read(number, plane, q, scale)
-            if layer in self.dense:
-                self._selectors[number].observe(layer, read.page_lse, read.part.lse)
-            return read
-        chosen = self._choose(number, layer, q, scale)
-        self.counts["pages read"] += chosen.shape[1]
-        self.counts["layer reads"] += 1
-        return self._read_chosen(number, plane, q, scale, chosen)
+        else:
+            chosen = self._choose(number, layer, q, scale)
+            self.counts["pages read"] += chosen.shape[1]
+            self.counts["layer reads"] += 1
+            read = self._read_chosen(number, plane, q, scale, chosen)
+        self._selectors[number].observe(layer, read.page_lse, read.part.lse)
+        return read
 
     def end(self, event: Event) -> None:
         for index in self._indexes.values():

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from kvtier.cli.filters import add_filters, filter_options
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
 from kvtier.cli.stress_options import add_stress, stress_options
 from kvtier.errors import ConfigError, KvtierError
@@ -28,6 +29,7 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add_run(commands)
     add_stress(commands)
+    add_filters(commands)
     return parser, dict(commands.choices)
 
 
@@ -50,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvtier.cli.stress import stress
 
             return stress(checked)
+        if args.command == "calibrate-filters":
+            filters = filter_options(args)
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+            from kvtier.cli.filters import calibrate
+
+            return calibrate(filters)
         options = run_options(args)
         # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtier.attention.engine import AttentionEngine
-from kvtier.attention.mode import parse_mode
+from kvtier.attention.mode import Mode, parse_mode
 from kvtier.attention.window import Row
 from kvtier.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvtier.identity import ModelIdentity
@@ -85,7 +85,7 @@ class TieredCache(Cache):
         tenant: str = "",
         columns: int = 0,
         name: str = "cache",
-        mode: str = "exact-stream",
+        mode: str | Mode = "exact-stream",
     ) -> None:
         self.store = store
         self.name = name
@@ -95,7 +95,11 @@ class TieredCache(Cache):
             TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)
         ]
         super().__init__(layers=layers)
-        self._engine = AttentionEngine(store, parse_mode(mode), columns=columns)
+        self._engine = AttentionEngine(
+            store,
+            mode if isinstance(mode, Mode) else parse_mode(with_filters(mode, self.identity)),
+            columns=columns,
+        )
         self._attached = Attached(model, self._engine) if self._engine.paged is not None else None
         self._sessions = [Session(store, self.identity, name=name)]
         self._pads = [0]
@@ -319,7 +323,7 @@ class TieredCache(Cache):
             raise ClosedError("the cache's model is gone; it cannot be forked")
         self._guard.check_adapters(self._columns)
         other = TieredCache(
-            model, self.store, identity=self.identity, name=self.name, mode=self.mode
+            model, self.store, identity=self.identity, name=self.name, mode=self._engine.mode
         )
         try:
             sessions: list[Session] = []
