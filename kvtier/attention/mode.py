@@ -30,7 +30,8 @@ class Selection:
         spec: the selector, as ``kvtier.selector.load_selector`` reads it.
         make: makes one selector a sequence.
         budget: pages read in a layer and step.
-        recent: tokens before the tail that are always read, in whole pages; ``None``: an eighth of the budget.
+        recent: what is always read right before the tail, in whole pages: so many tokens (int), or a share of
+            the budget (float).
         sinks: first pages that are always read.
         dense: layers that read every page.
         scope: one list of pages for each KV head, or one a layer (the mean over the heads).
@@ -41,7 +42,7 @@ class Selection:
     spec: str
     make: Callable[[], Selector] = field(compare=False)
     budget: Budget
-    recent: int | None = None
+    recent: int | float = 0.125
     sinks: int = 1
     dense: frozenset[int] = frozenset({0, 1})
     scope: Scope = "head"
@@ -68,8 +69,9 @@ class Mode:
 
 
 def parse_mode(text: str) -> Mode:
-    """``exact-stream``, ``exact-split`` or ``select:NAME,budget=B[,recent=TOKENS][,sinks=PAGES][,dense=0+1|none]
-    [,scope=head|layer][,prefetch=last|hidden|none|random][,PARAMETER=VALUE...]``; other parameters are the selector's.
+    """``exact-stream``, ``exact-split`` or ``select:NAME,budget=B[,recent=TOKENS|SHARE%][,sinks=PAGES]
+    [,dense=0+1|none][,scope=head|layer][,prefetch=last|hidden|none|random][,PARAMETER=VALUE...]``; other parameters are
+    the selector's.
 
     Raises:
         ConfigError: unknown mode, selector or parameter, or a value that cannot be.
@@ -99,6 +101,11 @@ def parse_mode(text: str) -> Mode:
 
 def _selection(text: str, spec: str, own: dict[str, str]) -> Selection:
     selection: dict[str, object] = {}
+    if own.get("recent", "").endswith("%"):
+        share = own.pop("recent").removesuffix("%")
+        if not share.isdigit() or not 0 <= int(share) <= 100:
+            raise ConfigError(f"mode {text!r}: recent={share}%; give 0% to 100% of the budget")
+        selection["recent"] = int(share) / 100
     for key in ("recent", "sinks"):
         if key in own:
             if not own[key].isdigit():

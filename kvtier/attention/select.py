@@ -31,9 +31,6 @@ from kvtier.selector import Query, Selector
 from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
 
-#: Share of a budget that goes to the most recent pages where ``recent`` is not given.
-RECENT_SHARE = 8
-
 #: Layer -> next layer's queries ``[rows, heads, dim]``, or None if they cannot be told.
 Foresight = Callable[[int], torch.Tensor | None]
 
@@ -173,10 +170,11 @@ class SelectDecode(PagedDecode):
         """Places that every layer reads: the first pages and the recent ones, as far as the budget goes."""
         total, budget = len(self.pages[number]), self._budget(number)
         sinks = min(self.selection.sinks, total, budget - 1)
-        if self.selection.recent is None:
-            recent = max(1, budget // RECENT_SHARE)
+        recent = self.selection.recent
+        if isinstance(recent, float):
+            recent = max(1, math.floor(budget * recent))
         else:
-            recent = -(-self.selection.recent // self.layout.page_tokens)
+            recent = -(-recent // self.layout.page_tokens)
         recent = min(recent, total - sinks, budget - sinks)
         return [*range(sinks), *range(total - recent, total)]
 

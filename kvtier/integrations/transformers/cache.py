@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtier.attention.engine import AttentionEngine
+from kvtier.attention.filters import with_filters
 from kvtier.attention.mode import Mode, parse_mode
 from kvtier.attention.window import Row
 from kvtier.errors import ClosedError, ConfigError, UnsupportedModelError

@@ -1,0 +1,508 @@
+"""What selection costs in quality, on SmolLM2-135M-Instruct and real texts.
+
+Each text is prefilled densely and then fed on token by token, as it is written (teacher-forced), with attention limited to a
+share of the pages. Printed for each way of choosing and each budget:
+
+* recall: attention mass of the sealed pages that falls on those read, mean over heads and steps, for all layers and
+  for bands of layers;
+* KL: Kullback-Leibler divergence of the next-token distribution from that of dense attention, in nats, mean;
+* ppl: perplexity over that of dense attention;
+* new: of the pages read, the share that the step before did not read;
+* passkey: of 15 prompts (three lengths, five depths) those in which the five digits come out. The context is
+  prefilled, the question is fed token by token, as in Quest's protocol: who never saw the question cannot look back.
+
+Beside the selectors of kvtier stand three that only know the past: ``h2o`` (attention mass added up over all steps, of what
+was kept; half the budget recent), ``ema`` (decayed mass, of all pages) and ``lru`` (pages by when they last got more than
+an even share, of all pages). The first two layers read everything.
+
+Run: ``python bench/quality.py [--quick] [--json] [--write docs/quality.md]``. The whole takes an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import inspect
+import json
+import math
+import os
+import platform
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvtier.attention.budget import Budget
+from kvtier.attention.filters import filters_path, load_filters
+from kvtier.attention.mode import Mode, Selection
+from kvtier.demo.model import demo_text, load_demo
+from kvtier.folders import cache_folder
+from kvtier.integrations.transformers import TieredCache, identity_of, layout_of
+from kvtier.integrations.transformers.calibrate_filters import calibrate_filters
+from kvtier.selector import Query, Selector, load_selector
+from kvtier.store.store import TieredStore
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE_TOKENS = 16
+BUDGETS = (0.05, 0.10, 0.25, 0.50)
+BANDS = ((2, 10), (10, 20), (20, 30))
+PASSKEY_TOKENS = (1000, 2000, 4000)
+PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+WAYS = ("window", "h2o", "ema", "lru", "quest", "arkbox", "omnikv", "oracle")
+
+
+# ---------------------------------------------------------------------- ways that know the past only
+
+
+class _Past(Selector):
+    """Scores of pages by what they got in the steps before."""
+
+    def __init__(self) -> None:
+        self._state: dict[int, torch.Tensor] = {}
+
+    def _grown(self, layer: int, pages: int, like: torch.Tensor) -> torch.Tensor:
+        old = self._state.get(layer)
+        if old is None or len(old) < pages:
+            fresh = torch.zeros(pages, dtype=torch.float32, device=like.device)
+            if old is not None:
+                fresh[: len(old)] = old
+            self._state[layer] = old = fresh
+        return old
+
+    def scores(self, query: Query) -> torch.Tensor:
+        state = self._grown(query.layer, query.pages, query.q)
+        return state[: query.pages].expand(query.kv_heads, -1).clone()
+
+
+class H2O(_Past):
+    """Sum of the mass that pages got while they were read; what is not read gets none (Zhang et al., 2023)."""
+
+    name = "h2o"
+
+    def observe(self, layer: int, page_lse: torch.Tensor, lse: torch.Tensor) -> None:
+        state = self._grown(layer, page_lse.shape[1], page_lse)
+        state[: page_lse.shape[1]] += (page_lse - lse[:, None]).exp().mean(0)
+
+
+class _Measured(_Past):
+    """Measures the true mass of all pages after each choice."""
+
+    def scores(self, query: Query) -> torch.Tensor:
+        before = super().scores(query)
+        self.measure(query.layer, query.page_lse().softmax(-1).mean(0))
+        return before
+
+    def measure(self, layer: int, share: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class Ema(_Measured):
+    """Mass decayed by 0.9 a step."""
+
+    name = "ema"
+
+    def measure(self, layer: int, share: torch.Tensor) -> None:
+        state = self._grown(layer, len(share), share)
+        self._state[layer] = state * 0.9 + share
+
+
+class Lru(_Measured):
+    """When a page last got more than an even share."""
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = 0
+
+    def measure(self, layer: int, share: torch.Tensor) -> None:
+        self._clock += 1
+        state = self._grown(layer, len(share), share)
+        state[share > 1.0 / len(share)] = float(self._clock)
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+class Meter(Selector):
+    """Asks another selector, and measures what its choice recalls."""
+
+    name = "meter"
+
+    def __init__(self, inner: Selector, sums: Sums) -> None:
+        self.inner = inner
+        self.sums = sums
+        self._true: dict[int, torch.Tensor] = {}
+        self._last: dict[int, torch.Tensor] = {}
+
+    def dense_layers(self, layers: int) -> frozenset[int]:
+        return self.inner.dense_layers(layers)
+
+    def source(self, layer: int) -> int:
+        # Asked anew in each layer, so that what each one recalls can be measured.
+        return layer
+
+    def scores(self, query: Query) -> torch.Tensor:
+        self._true[query.layer] = query.page_lse().softmax(-1)
+        return self.inner.scores(query)
+
+    def observe(self, layer: int, page_lse: torch.Tensor, lse: torch.Tensor) -> None:
+        self.inner.observe(layer, page_lse, lse)
+        true = self._true.pop(layer, None)
+        if true is None:
+            return
+        read = page_lse > -torch.inf
+        self.sums.recall.setdefault(layer, []).append(float((true * read).sum(1).mean()))
+        last = self._last.get(layer)
+        if last is not None:
+            width = last.shape[1]
+            fresh = int(read[:, :width].logical_and(~last).sum() + read[:, width:].sum())
+            self.sums.new.append(fresh / max(1, int(read.sum())))
+        self._last[layer] = read
+
+
+@dataclass
+class Sums:
+    """Of one way and budget, over texts."""
+
+    recall: dict[int, list[float]]
+    new: list[float]
+    kl: list[float]
+    loss: list[float]
+    dense_loss: list[float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ``None`` where nothing was measured."""
+
+    way: str
+    budget: float
+    recall: float | None
+    bands: tuple[float | None, ...]
+    kl: float
+    ppl: float
+    new: float | None
+    passkey: int | None
+
+
+def way_factory(way: str, filters: str) -> Callable[[], Selector]:
+    """What makes selectors of one way."""
+    past: dict[str, Callable[[], Selector]] = {"h2o": H2O, "ema": Ema, "lru": Lru}
+    if way in past:
+        return past[way]
+    return load_selector(f"omnikv:filters={filters}" if way == "omnikv" else way)
+
+
+def mode_of(way: str, budget: float, filters: str, sums: Sums | None = None) -> Mode:
+    make = way_factory(way, filters)
+    recent = 0.5 if way == "h2o" else Selection.recent
+    selection = Selection(
+        way,
+        make if sums is None else functools.partial(_metered, make, sums),
+        Budget(budget, "share"),
+        recent=recent,
+        dense=frozenset({0, 1}),
+        scope="head",
+        prefetch="none",
+    )
+    return Mode("select", f"select:{way}", selection)
+
+
+def _metered(make: Callable[[], Selector], sums: Sums) -> Selector:
+    return Meter(make(), sums)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to run."""
+
+    ways: tuple[str, ...] = WAYS
+    budgets: tuple[float, ...] = BUDGETS
+    prefill: int = 2048
+    steps: int = 64
+    passkey_tokens: tuple[int, ...] = PASSKEY_TOKENS
+    passkey_depths: tuple[float, ...] = PASSKEY_DEPTHS
+    passkey_budgets: tuple[float, ...] = (0.05, 0.10, 0.25)
+
+
+QUICK = Plan(
+    ways=("window", "quest", "arkbox", "omnikv", "oracle"),
+    budgets=(0.10,),
+    prefill=1024,
+    steps=24,
+    passkey_tokens=(1000,),
+    passkey_depths=(0.3, 0.7),
+    passkey_budgets=(0.10,),
+)
+
+
+class Bench:
+    """The model, a store for its pages, and dense results to compare with.
+
+    Args:
+        plan: how much to run.
+        tell: called with a line on what is being done.
+    """
+
+    def __init__(self, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.plan = plan
+        self.tell = tell
+        self.model, self.tokenizer = load_demo()
+        self.keyword = (
+            "cache"
+            if "cache" in inspect.signature(self.model.forward).parameters
+            else "past_key_values"
+        )
+        layout = layout_of(self.model, PAGE_TOKENS, summaries=True)
+        room = 400 * layout.page_bytes
+        self.store = TieredStore(layout, device="emulated", vram=room, host="6GiB")
+        self.identity = identity_of(self.model, layout=layout)
+        self._dense: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    def ids(self, text: str) -> torch.Tensor:
+        found: torch.Tensor = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids
+        return found
+
+    def texts(self) -> dict[str, torch.Tensor]:
+        """Prose, documentation and code, ``[1, prefill + steps + 1]`` each."""
+        need = self.plan.prefill + self.plan.steps + 1
+        sources = {
+            "prose": demo_text(),
+            "docs": (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"),
+            # Of the standard library, read where it is installed.
+            "code": Path(inspect.getfile(textwrap)).read_text(encoding="utf-8"),
+        }
+        found = {name: self.ids(text)[:, :need] for name, text in sources.items()}
+        for name, ids in found.items():
+            if ids.shape[1] < need:
+                raise SystemExit(f"the {name} text has {ids.shape[1]} tokens; {need} are needed")
+        return found
+
+    def feed(self, ids: torch.Tensor, prefill: int, mode: Mode | str) -> torch.Tensor:
+        """Log-probabilities after each token from ``prefill`` on, ``[steps, vocabulary]``, with all before prefilled
+        densely."""
+        with TieredCache(self.model, self.store, identity=self.identity, mode=mode) as cache:
+            have = cache.load_prefix(ids[:, : prefill + 1])
+            with torch.inference_mode():
+                for start in range(have, prefill, 512):
+                    self._forward(cache, ids[:, start : min(start + 512, prefill)])
+                steps = [
+                    self._forward(cache, ids[:, n : n + 1])[0, -1].float().log_softmax(-1)
+                    for n in range(prefill, ids.shape[1])
+                ]
+        return torch.stack(steps)
+
+    def _forward(self, cache: TieredCache, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(ids, logits_to_keep=1, **{self.keyword: cache}).logits
+        return logits
+
+    def dense(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        if name not in self._dense:
+            self._dense[name] = self.feed(ids, self.plan.prefill, "exact-stream")
+        return self._dense[name]
+
+    def measure(self, way: str, budget: float, filters: str) -> Sums:
+        sums = Sums({}, [], [], [], [])
+        for name, ids in self.texts().items():
+            want = self.dense(name, ids)
+            got = self.feed(ids, self.plan.prefill, mode_of(way, budget, filters, sums))
+            sums.kl += (want.exp() * (want - got)).sum(-1).tolist()[:-1]
+            following = ids[0, self.plan.prefill + 1 :]
+            for logs, losses in ((got, sums.loss), (want, sums.dense_loss)):
+                losses += (-logs[:-1].gather(1, following[:, None])[:, 0]).tolist()
+        return sums
+
+    # ------------------------------------------------------------------ passkey
+
+    def passkeys(self) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+        """(prompt ids with question and answer, tokens of context, answer ids) of each trial."""
+        filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+        unit = self.ids(filler).shape[1]
+        for tokens in self.plan.passkey_tokens:
+            for number, depth in enumerate(self.plan.passkey_depths):
+                key = str(10000 + (tokens * 7919 + number * 104729) % 90000)
+                count = max(1, (tokens - 60) // unit)
+                before = round(count * depth)
+                context = (
+                    "There is an important piece of information hidden in this text. Find it and remember it. "
+                    + filler * before
+                    + f"The pass key is {key}. Remember it. {key} is the pass key. "
+                    + filler * (count - before)
+                )
+                start = self.ids(context)
+                question = self.ids("What is the pass key? The pass key is")
+                answer = self.ids(f" {key}")
+                yield torch.cat([start, question, answer], 1), start.shape[1], answer[0]
+
+    def passkey(self, mode: Callable[[], Mode | str]) -> int:
+        """Trials in which every token of the answer is the likeliest one."""
+        right = 0
+        for ids, context, answer in self.passkeys():
+            logs = self.feed(ids, context, mode())
+            best = logs[-1 - len(answer) : -1].argmax(-1)
+            right += torch.equal(best, answer)
+        return right
+
+    # ------------------------------------------------------------------ all
+
+    def run(self, step: Callable[[], None] = lambda: None) -> tuple[list[Row], int, str]:
+        """All rows, the passkeys that dense attention finds, and the filter layers used."""
+        filters = self.filters()
+        dense_keys = self.passkey(lambda: "exact-stream")
+        rows = []
+        for way in self.plan.ways:
+            for budget in self.plan.budgets:
+                self.tell(f"{way} at {budget:.0%}")
+                sums = self.measure(way, budget, filters)
+                keys = None
+                if budget in self.plan.passkey_budgets:
+                    make = functools.partial(mode_of, way, budget, filters)
+                    keys = self.passkey(make)
+                rows.append(row_of(way, budget, sums, keys))
+                step()
+        return rows, dense_keys, filters
+
+    def filters(self) -> str:
+        """Calibrated on a part of the prose that is not measured; stored ones are used."""
+        found = load_filters(filters_path(cache_folder(), self.identity.weights_digest))
+        if found is None:
+            self.tell("calibrating filters")
+            ids = self.ids(demo_text())[:, -1100:]
+            found = calibrate_filters(self.model, ids, prefill=1024, count=5)
+        return found.text
+
+
+def row_of(way: str, budget: float, sums: Sums, passkey: int | None) -> Row:
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    everything = [x for values in sums.recall.values() for x in values]
+    bands = tuple(
+        mean([x for layer, values in sums.recall.items() if low <= layer < high for x in values])
+        for low, high in BANDS
+    )
+    kl, loss, dense = mean(sums.kl), mean(sums.loss), mean(sums.dense_loss)
+    assert kl is not None
+    assert loss is not None
+    assert dense is not None
+    return Row(
+        way, budget, mean(everything), bands, kl, math.exp(loss - dense), mean(sums.new), passkey
+    )
+
+
+# ---------------------------------------------------------------------- output
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+HEAD = (
+    "way",
+    "budget",
+    "recall",
+    *(f"layers {low}-{high - 1}" for low, high in BANDS),
+    "KL",
+    "ppl",
+    "new",
+    "passkey",
+)
+
+
+def cells(row: Row, trials: int) -> list[str]:
+    return [
+        row.way,
+        f"{row.budget:.0%}",
+        number(row.recall, ".3f"),
+        *(number(x, ".3f") for x in row.bands),
+        number(row.kl, ".4f"),
+        number(row.ppl, ".3f"),
+        number(row.new, ".1%"),
+        "-" if row.passkey is None else f"{row.passkey}/{trials}",
+    ]
+
+
+def markdown(rows: Sequence[Row], dense: int, filters: str, plan: Plan) -> str:
+    """The page that ``--write`` writes, up to what people have written below its table."""
+    trials = len(plan.passkey_tokens) * len(plan.passkey_depths)
+    lines = [
+        "# What selection costs in quality",
+        "",
+        f"Printed by `python bench/quality.py` on {datetime.date.today().isoformat()}, "
+        f"{os.cpu_count()} CPUs ({platform.machine()}), torch {torch.__version__}. Model: SmolLM2-135M-Instruct "
+        f"in float32, pages of {PAGE_TOKENS} tokens, one list of pages a KV head, the first two layers dense. "
+        f"Three texts (prose, documentation, code), {plan.prefill} tokens of prefill and {plan.steps} "
+        f"teacher-forced steps each. omnikv: filter layers {filters}. Dense attention finds {dense} of "
+        f"{trials} passkeys.",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "|" + "---|" * len(HEAD),
+    ]
+    lines += ["| " + " | ".join(cells(row, trials)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="What selection costs in quality.")
+    parser.add_argument("--quick", action="store_true", help="one budget, few steps (minutes)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="put the table into a Markdown page"
+    )
+    parser.add_argument("--ways", help=f"some of {','.join(WAYS)}")
+    args = parser.parse_args(argv)
+    plan = QUICK if args.quick else Plan()
+    if args.ways:
+        unknown = [way for way in args.ways.split(",") if way not in WAYS]
+        if unknown:
+            parser.error(f"--ways has {unknown[0]!r}; use some of {', '.join(WAYS)}")
+        plan = Plan(**{**asdict(plan), "ways": tuple(args.ways.split(","))})
+    warnings.simplefilter("ignore", FutureWarning)
+    console = Console(stderr=args.json)
+    began = time.monotonic()
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("selecting", total=len(plan.ways) * len(plan.budgets))
+        with Bench(plan, lambda line: progress.update(task, description=line)) as bench:
+            rows, dense, filters = bench.run(lambda: progress.advance(task))
+    trials = len(plan.passkey_tokens) * len(plan.passkey_depths)
+    if args.write is not None:
+        args.write.write_text(markdown(rows, dense, filters, plan), encoding="utf-8")
+    if args.json:
+        print(
+            json.dumps(
+                {"rows": [asdict(row) for row in rows], "dense_passkey": dense, "filters": filters}
+            )
+        )
+        return 0
+    table = Table(
+        title=f"quality ({time.monotonic() - began:.0f} s; dense finds {dense}/{trials} passkeys)"
+    )
+    for name in HEAD:
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for row in rows:
+        table.add_row(*cells(row, trials))
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
