@@ -1,0 +1,275 @@
+"""Pages in fewer bits, for tiers that trade exactness for room. Always asked for by name.
+
+Of each plane the keys are quantised with one scale a channel and page, the values with one a token and ``V_GROUP``
+channels (see ``kvtier.kernels.quantise``). A coded page is its coded planes in layer order, each one contiguous range,
+and behind them the summaries as they are. The error of each page is measured when it is coded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kernels.quantise import (
+    Format,
+    Quantised,
+    dequantise,
+    quantise_keys,
+    quantise_values,
+)
+from kvtier.layout import PLANE_ALIGN, SUMMARY_DTYPES, PageLayout, Part, Plane
+
+#: Channels of values that share a scale, where the geometry allows it.
+V_GROUP = 32
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CodedPart:
+    """Where one part of a plane lies in a coded page; offsets in the page.
+
+    Attributes:
+        part: the part as it is uncoded.
+        group: channels that share a scale; 0: a scale a channel and page.
+        codes, scale, zero: first bytes; ``zero`` is -1 where the format has none.
+        stop: end of it.
+    """
+
+    part: Part
+    group: int
+    codes: int
+    scale: int
+    zero: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class CodedPlane:
+    """One layer's range in a coded page."""
+
+    layer: int
+    offset: int
+    nbytes: int
+    k: CodedPart
+    v: CodedPart
+
+
+@dataclass
+class CodecStats:
+    """What coding has cost so far.
+
+    Attributes:
+        pages: pages coded.
+        worst: largest absolute error of any value.
+        squares, energy: sums of squared errors and of squared values.
+        last_worst, last_error: of the last page: the largest absolute error, and the relative one (root of the
+            mean squared error over that of the mean squared value).
+    """
+
+    pages: int = 0
+    worst: float = 0.0
+    squares: float = 0.0
+    energy: float = 0.0
+    last_worst: float = 0.0
+    last_error: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Relative error over all pages."""
+        return float((self.squares / self.energy) ** 0.5) if self.squares else 0.0
+
+
+class PageCodec:
+    """Codes pages of one layout.
+
+    Args:
+        layout: of the pages; K and V in float32, float16 or bfloat16.
+        name: ``fp8``, ``int8`` or ``int4``.
+
+    Raises:
+        ConfigError: the name is unknown, or the layout cannot be coded.
+    """
+
+    def __init__(self, layout: PageLayout, name: str) -> None:
+        if name not in get_args(Format):
+            raise ConfigError(
+                f"codec {name!r} is unknown; use none, {', '.join(get_args(Format))}"
+            )
+        self.layout = layout
+        self.name = name
+        self.stats = CodecStats()
+        at = 0
+        planes: list[CodedPlane | None] = []
+        for plane in layout.planes:
+            if plane is None:
+                planes.append(None)
+                continue
+            first = at
+            k = self._part(plane, plane.k, at, 0)
+            v = self._part(plane, plane.v, k.stop, _group(plane.v))
+            at = v.stop
+            planes.append(CodedPlane(plane.layer, first, at - first, k, v))
+        #: One entry a layer, as ``PageLayout.planes``.
+        self.planes = tuple(planes)
+        self._summary_at = at
+        #: Bytes of a coded page.
+        self.page_bytes = at + -(-layout.summary_range[1] // PLANE_ALIGN) * PLANE_ALIGN
+
+    @property
+    def text(self) -> str:
+        """Name and groups, for identities and people."""
+        return f"{self.name} (K a channel and page, V a token and {V_GROUP} channels)"
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first byte, bytes) of what is read by itself, as ``PageLayout.ranges``."""
+        planes = [(plane.offset, plane.nbytes) for plane in self.planes if plane is not None]
+        size = self.layout.summary_range[1]
+        return (*planes, (self._summary_at, size)) if size else tuple(planes)
+
+    @property
+    def summary_offset(self) -> int:
+        """First byte of the summaries, which are not coded."""
+        return self._summary_at
+
+    def plane(self, layer: int) -> CodedPlane:
+        plane = self.planes[layer]
+        assert plane is not None
+        return plane
+
+    # ------------------------------------------------------------------ whole pages
+
+    def encode(self, pages: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Code pages.
+
+        Args:
+            pages: uint8 ``[n, layout.page_bytes]``.
+            out: uint8 ``[n, page_bytes]``, rows of consecutive bytes.
+
+        Returns:
+            float32 ``[n, 3]`` on the pages' device: largest absolute error, sum of squared errors, sum of squared values.
+            ``note`` adds them to the statistics.
+        """
+        facts = torch.zeros(len(pages), 3, dtype=torch.float32, device=pages.device)
+        for coded in self.planes:
+            if coded is None:
+                continue
+            for side in (coded.k, coded.v):
+                if side.part.nbytes:
+                    made = self._quantise(pages, side)
+                    _put(out, side.codes, made.codes)
+                    _put(out, side.scale, made.scale)
+                    if side.zero >= 0:
+                        _put(out, side.zero, made.zero)
+                    facts[:, 0] = torch.maximum(facts[:, 0], made.worst)
+                    facts[:, 1:] += made.sums
+        at, size = self.layout.summary_range
+        if size:
+            out[:, self._summary_at : self._summary_at + size] = pages[:, at : at + size]
+        return facts
+
+    def note(self, facts: torch.Tensor) -> None:
+        """Add what ``encode`` returned to the statistics; waits for it."""
+        for worst, squares, energy in facts.tolist():
+            stats = self.stats
+            stats.pages += 1
+            stats.worst = max(stats.worst, worst)
+            stats.squares += squares
+            stats.energy += energy
+            stats.last_worst = worst
+            stats.last_error = (squares / energy) ** 0.5 if squares else 0.0
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """The inverse, as near as it goes: uint8 ``[n, page_bytes]`` to uint8 ``[n, layout.page_bytes]``."""
+        for plane in self.planes:
+            if plane is not None:
+                self._decode(plane, coded, 0, out, 0)
+        at, size = self.layout.summary_range
+        if size:
+            out[:, at : at + size] = coded[:, self._summary_at : self._summary_at + size]
+
+    def decode_planes(self, layer: int, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """One layer's planes: uint8 ``[n, coded plane's nbytes]`` to uint8 ``[n, plane's nbytes]``, rows of consecutive
+        bytes."""
+        plane = self.plane(layer)
+        self._decode(plane, coded, plane.offset, out, plane.k.part.offset)
+
+    # ------------------------------------------------------------------ inside
+
+    def _part(self, plane: Plane, part: Part, at: int, group: int) -> CodedPart:
+        channels = part.heads * part.dim
+        tokens = self.layout.page_tokens
+        if part.nbytes and (part.dtype not in SUMMARY_DTYPES or channels % 2):
+            raise ConfigError(
+                f"layer {plane.layer} has {channels} channels of {part.dtype}; codec {self.name} needs an even "
+                f"number of {', '.join(SUMMARY_DTYPES)}"
+            )
+        codes = tokens * channels // (2 if self.name == "int4" else 1)
+        scales = (tokens * channels // group if group else channels) * _SCALE_BYTES
+        scale = _aligned(at + codes)
+        zero = _aligned(scale + scales) if self.name == "int4" else -1
+        stop = _aligned((zero if zero >= 0 else scale) + scales)
+        return CodedPart(part, group, at, scale, zero, stop if part.nbytes else at)
+
+    def _quantise(self, pages: torch.Tensor, side: CodedPart) -> Quantised:
+        part = side.part
+        raw = pages[:, part.offset : part.stop].contiguous()
+        x = raw.view(getattr(torch, part.dtype)).view(len(pages), self.layout.page_tokens, -1)
+        format: Format = self.name  # type: ignore[assignment]
+        return quantise_values(x, format, group=side.group) if side.group else quantise_keys(x, format)
+
+    def _decode(
+        self, plane: CodedPlane, coded: torch.Tensor, shift: int, out: torch.Tensor, out_shift: int
+    ) -> None:
+        tokens, n = self.layout.page_tokens, len(coded)
+        for side in (plane.k, plane.v):
+            part = side.part
+            if not part.nbytes:
+                continue
+            channels = part.heads * part.dim
+            wide = channels // 2 if self.name == "int4" else channels
+            shape: Sequence[int] = (
+                (n, tokens, channels // side.group) if side.group else (n, channels)
+            )
+            quantised = Quantised(
+                codes=_take(coded, side.codes - shift, (n, tokens, wide), torch.uint8),
+                scale=_take(coded, side.scale - shift, shape, torch.float32),
+                zero=_take(coded, side.zero - shift, shape, torch.float32)
+                if side.zero >= 0
+                else coded.new_empty(0, dtype=torch.float32),
+                format=self.name,  # type: ignore[arg-type]
+                group=side.group,
+                worst=coded.new_empty(0, dtype=torch.float32),
+                sums=coded.new_empty(0, dtype=torch.float32),
+            )
+            values = dequantise(quantised, getattr(torch, part.dtype))
+            at = part.offset - out_shift
+            out[:, at : at + part.nbytes] = values.view(n, -1).view(torch.uint8)
+
+
+def _group(part: Part) -> int:
+    """The largest even divisor of the channels that is not above ``V_GROUP``."""
+    channels = part.heads * part.dim
+    return max((n for n in range(2, V_GROUP + 1, 2) if channels and channels % n == 0), default=2)
+
+
+def _put(out: torch.Tensor, at: int, values: torch.Tensor) -> None:
+    rows = values.reshape(len(values), -1).view(torch.uint8)
+    out[:, at : at + rows.shape[1]] = rows
+
+
+def _take(coded: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    nbytes = dtype.itemsize
+    for size in shape[1:]:
+        nbytes *= size
+    return coded[:, at : at + nbytes].contiguous().view(dtype).view(tuple(shape))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // PLANE_ALIGN) * PLANE_ALIGN
