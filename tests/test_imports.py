@@ -18,6 +18,7 @@ PURE = (
     "kvtier.layout",
     "kvtier.identity",
     "kvtier.keys",
+    "kvtier.announce",
     "kvtier.errors",
     "kvtier.units",
 )
@@ -34,7 +35,7 @@ LAYERS = (
     ("devices", "kernels"),
     ("policies",),
     ("policy",),
-    ("layout", "identity", "keys", "errors", "units"),
+    ("layout", "identity", "keys", "announce", "folders", "errors", "units"),
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

