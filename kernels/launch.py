@@ -7,7 +7,6 @@ a GPU, never before.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvtier.errors import OffloadWarning
+from kvtier.announce import announce
 
 #: Threads of a block, the most that the kernels are compiled for.
 THREADS = 256
@@ -119,10 +118,9 @@ def _cuda_launcher(index: int) -> Launcher | None:
         return CudaLauncher(device)
     except Exception as error:  # CuPy raises what NVRTC, the driver or the loader gave it
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(
+        announce(
             f"the kernels of kvtier cannot be used on {device} ({reason}); slower torch operations do "
             "their work. Install kvtier[cuda13] or kvtier[cuda12], whichever CUDA the driver has",
-            OffloadWarning,
             stacklevel=3,
         )
         return None

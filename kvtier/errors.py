@@ -6,6 +6,9 @@ wrong, the limit it met and what to do about it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class KvtierError(Exception):
     """Base class of all errors raised by kvtier."""
@@ -78,4 +81,12 @@ class DiskError(KvtierError, OSError):
 
 
 class OffloadWarning(UserWarning):
-    """Offloading will cost throughput, or does already."""
+    """Offloading will cost throughput, or does already.
+
+    Attributes:
+        record: the same for programs (see ``kvtier.announce``); empty if it was raised without.
+    """
+
+    def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.record: Mapping[str, Any] = record or {}

@@ -20,8 +20,8 @@ from kvtier.cli.generate import Generation, chunk_calls
 from kvtier.cli.history import FILE, History, Run
 from kvtier.cli.main import main
 from kvtier.cli.options import RunOptions
-from kvtier.cli.plan import plan_sizes
 from kvtier.cli.report import LINKS, Report
+from kvtier.cli.sizing import plan_sizes
 from kvtier.cli.verify import Comparison, compare
 from kvtier.errors import ConfigError
 from kvtier.layout import LayerLayout, PageLayout

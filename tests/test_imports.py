@@ -18,6 +18,7 @@ PURE = (
     "kvtier.layout",
     "kvtier.identity",
     "kvtier.keys",
+    "kvtier.announce",
     "kvtier.errors",
     "kvtier.units",
 )
@@ -35,7 +36,7 @@ LAYERS = (
     ("policies",),
     ("kernels",),
     ("policy", "selector"),
-    ("layout", "identity", "keys", "plugins", "folders", "errors", "units"),
+    ("layout", "identity", "keys", "announce", "plugins", "folders", "errors", "units"),
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

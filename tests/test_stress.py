@@ -1,6 +1,7 @@
 """``kvtier stress``: the real store on emulated cards, predicted against emulated, and its options."""
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -60,8 +61,12 @@ def test_a_fifth_of_a_model_behind_the_fallback_is_the_known_cliff() -> None:
     spec = load("rtx-4060-ti-16gb,link=fallback", 512, vram=None, weights_off=0.2)
     whole = run(replace(spec, weights_off=0.0))
     assert 39 < whole.emulated_tps < 44
-    with pytest.warns(OffloadWarning, match=r"severe.*10\.\dx slower.*20%.*fallback link.*Instead"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OffloadWarning)
         report = run_load(spec)
+    slow, needless = (str(one.message) for one in caught)
+    assert re.search(r"severe.*10\.\dx slower.*20%.*fallback link.*Instead", slow)
+    assert "everything fits in VRAM" in needless
     result = report.contexts[0]
     assert 3.4 < result.emulated_tps < 4.3
     assert result.level == "severe"
@@ -160,7 +165,7 @@ def test_a_slow_link_shows_in_the_rate() -> None:
 def test_memory_that_cannot_be_pinned_is_told() -> None:
     result = run(load(faults=parse_faults("no-pin=0")))
     assert result.ok
-    assert any("could not be pinned" in text for text in result.warnings)
+    assert any("could not be pinned" in one["text"] for one in result.warnings)
 
 
 def test_a_context_that_cannot_go_on_is_given_up_and_the_books_add_up() -> None:
@@ -301,6 +306,18 @@ def test_wrong_options_are_one_line_and_exit_status_2(
     error = capsys.readouterr().err.strip()
     assert "\n" not in error
     assert part in error
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html"])
+def test_plots_stand_for_themselves(
+    suffix: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"plot.{suffix}"
+    assert main([*ARGS, "--plot", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "bf16 KV, predicted" in text
+    assert "tokens/s (simulated)" in text
+    capsys.readouterr()
 
 
 def test_a_plot_needs_matplotlib(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -76,15 +76,6 @@ def numerics(model: Any, device_name: str) -> str:
     )
 
 
-def weights_read(model: Any) -> int:
-    """Bytes of weights that a decode step reads: all but the rows of an untied input embedding."""
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    rows, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if rows is not None and head is not None and rows.weight is not head.weight:
-        total -= rows.weight.numel() * rows.weight.element_size()
-    return int(total)
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from kvtier.cli.calibrate import add_calibrate, calibrate, calibrate_options
 from kvtier.cli.filters import add_filters, filter_options
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
+from kvtier.cli.plan_options import add_plan, plan_options
 from kvtier.cli.stress_options import add_stress, stress_options
 from kvtier.errors import ConfigError, KvtierError
 
@@ -27,6 +29,8 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     )
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    add_plan(commands)
+    add_calibrate(commands)
     add_run(commands)
     add_stress(commands)
     add_filters(commands)
@@ -47,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"kvtier {args.command}"
     try:
         reject_unknown(extras, option_names(commands[args.command]), args.command)
+        if args.command == "plan":
+            planned = plan_options(args)
+            from kvtier.cli.plan import plan
+
+            return plan(planned)
+        if args.command == "calibrate":
+            return calibrate(calibrate_options(args))
         if args.command == "stress":
             checked = stress_options(args)
             from kvtier.cli.stress import stress

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvtier.errors import ConfigError
 from kvtier.units import parse_size
@@ -56,6 +57,11 @@ class RunOptions:
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # "-2GB" is a wrong size, about which its option has more to say than "expected one argument".
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.offload import Estimate, moved_words
+from kvtier.cli.offload import basis_words, estimate_json, moved_words
 from kvtier.cli.verify import Comparison
+from kvtier.cost.tier_load import TierLoad
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Report:
         planned, measured: estimates from the tier sizes before, and from the bytes that moved
             after.
         comparison: result of ``--verify``.
-        warnings: all of them, in order.
+        warnings: records of all of them, in order (``kvtier.announce``).
     """
 
     model: str
@@ -57,10 +58,10 @@ class Report:
     text: str = ""
     cold_ttft_s: float | None = None
     flush_s: float = 0.0
-    planned: Estimate | None = None
-    measured: Estimate | None = None
+    planned: TierLoad | None = None
+    measured: TierLoad | None = None
     comparison: Comparison | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def computed_tokens(self) -> int:
@@ -125,8 +126,8 @@ class Report:
                 for name, link in self.links.items()
             },
             "link_bytes_per_token": self.link_bytes_per_token,
-            "estimate": None if self.measured is None else _estimate_json(self.measured),
-            "planned_estimate": None if self.planned is None else _estimate_json(self.planned),
+            "estimate": None if self.measured is None else estimate_json(self.measured),
+            "planned_estimate": None if self.planned is None else estimate_json(self.planned),
             "text": self.text,
             "warnings": self.warnings,
         }
@@ -151,8 +152,11 @@ class Report:
             say(f"decoding: {self.decode_tokens_per_s:.2f} tokens/s on this machine")
         say(f"offloading: {moved_words(self.link_bytes_per_token)}")
         if self.measured is not None:
-            on, basis = self.measured, self.measured.basis()
-            say(f"on {on.card.name} that would be {on.slowdown:.1f}x slower than in VRAM: {basis}")
+            on = self.measured
+            say(
+                f"on {on.card.name} that would be {on.estimate.slowdown:.1f}x slower than in VRAM: "
+                f"{basis_words(on)}"
+            )
         self._render_comparison(say)
 
     def _saved_words(self) -> str:
@@ -213,17 +217,6 @@ def tier_table(tiers: dict[str, Any], links: dict[str, Any]) -> Table:
             *moved,
         )
     return table
-
-
-def _estimate_json(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "card": estimate.card.name,
-        "slowdown": estimate.slowdown,
-        "level": estimate.level,
-        "link_fraction": estimate.step.link_fraction,
-        "disk_fraction": estimate.step.disk_fraction,
-        "basis": estimate.basis(),
-    }
 
 
 def _plain(console: Console) -> Any:

@@ -7,22 +7,19 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvtier.announce import plain_record
 from kvtier.cli.display import Display
 from kvtier.cli.generate import Driver, Generation, chunk_calls, stop_tokens
 from kvtier.cli.history import Call, History, Run, Source
-from kvtier.cli.inputs import load_model, need_transformers, numerics, prompt_ids, weights_read
-from kvtier.cli.offload import estimate, named_card
+from kvtier.cli.inputs import load_model, need_transformers, numerics, prompt_ids
 from kvtier.cli.options import RunOptions
-from kvtier.cli.plan import Plan, expected, plan_sizes
 from kvtier.cli.report import LINKS, Report
+from kvtier.cli.sizing import Sizes, plan_sizes
 from kvtier.cli.verify import Comparison, compare, reference
-from kvtier.devices.spec import CardSpec
+from kvtier.cost.tier_load import Expected, TierLoad, card_of, moved_load
 from kvtier.errors import OffloadWarning
-
-if TYPE_CHECKING:
-    pass
 
 #: Time for the pages of a whole run to be acknowledged by a slow disk.
 FLUSH_S = 300.0
@@ -37,11 +34,19 @@ def run(options: RunOptions) -> int:
     from rich.console import Console
 
     console = Console(stderr=options.json)
+    said: list[dict[str, Any]] = []
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        """They are in the report; printed by Python they would tear the live view."""
+        text = str(message)
+        said.append(dict(getattr(message, "record", None) or plain_record(text)))
+        display.say(text, "yellow")
+
     with warnings.catch_warnings(), Display(console, quiet=options.json) as display:
         warnings.simplefilter("always", OffloadWarning)
-        # they are in the report; printed by Python they would tear the live view
-        warnings.showwarning = lambda message, *_, **__: display.say(str(message), "yellow")
+        warnings.showwarning = show
         report = _Job(options, display).run()
+    report.warnings = said
     if options.json:
         print(report.as_json())
     else:
@@ -80,6 +85,7 @@ class _Job:
         need_transformers()
         from kvtier.devices import open_device
         from kvtier.integrations.transformers import TieredCache, layout_of
+        from kvtier.integrations.transformers.weights import weights_read
         from kvtier.store.store import TieredStore
 
         options = self.options
@@ -92,11 +98,8 @@ class _Job:
             self.layout = layout_of(self.model, page_tokens=options.page_tokens)
             plan = plan_sizes(options, self.layout, self.ids.shape[1])
             self.weight_bytes = weights_read(self.model)
-            spec = named_card(options.device, device.name)
-            planned = expected(plan, spec, self.weight_bytes) if spec is not None else None
-            warning = planned.warning(plan.kv_bytes) if planned is not None else None
-            if warning is not None:
-                warnings.warn(warning, OffloadWarning, stacklevel=2)
+            self.card = card_of(device)
+            expected = self._expected(options.max_new_tokens)
             store = stack.enter_context(
                 TieredStore(
                     self.layout,
@@ -106,8 +109,10 @@ class _Job:
                     disk=plan.disk,
                     path=options.store,
                     policy=options.policy,
+                    expect=expected,
                 )
             )
+            planned = store.foresee(expected)
             cache = stack.enter_context(TieredCache(self.model, store))
             self.display.watch(store.stats)
             record = Run(
@@ -126,18 +131,17 @@ class _Job:
                 history.finish(record, done.tokens, done.ttft_s, outcome.restored)
             stats = store.stats()
             self.display.watch(lambda: stats)  # the store is about to close
-            report = self._report(outcome, plan, cache, stats, device.name, spec)
+            report = self._report(outcome, plan, cache, stats, device.name)
         report.text = tokenizer.decode(outcome.generation.tokens, skip_special_tokens=True)
         report.cold_ttft_s = record.cold_ttft_s
         report.flush_s = flush_s
         report.planned = planned
-        report.warnings = [*([warning] if warning else []), *report.warnings]
         if options.verify:
             report.comparison = self._compare(outcome)
         return report
 
     def _generate(
-        self, cache: Any, store: Any, plan: Plan, history: History | None, record: Run
+        self, cache: Any, store: Any, plan: Sizes, history: History | None, record: Run
     ) -> _Outcome:
         options, ids, prompt_tokens = self.options, self.ids, self.ids.shape[1]
         since = time.perf_counter()
@@ -171,20 +175,21 @@ class _Job:
     def _report(
         self,
         outcome: _Outcome,
-        plan: Plan,
+        plan: Sizes,
         cache: Any,
         stats: Any,
         device_name: str,
-        spec: CardSpec | None,
     ) -> Report:
         done, prompt_tokens = outcome.generation, self.ids.shape[1]
         kv_bytes = self.layout.sequence_bytes(prompt_tokens + len(done.tokens))
-        measured = None
-        if spec is not None:
-            measured = estimate(
-                spec,
-                weight_bytes=self.weight_bytes,
-                kv_bytes=kv_bytes,
+        measured: TierLoad | None = None
+        if self.card is not None:
+            card, link = self.card
+            measured = moved_load(
+                self.layout,
+                card,
+                self._expected(len(done.tokens)),
+                link=link,
                 link_bytes=outcome.moved["host->vram"],
                 disk_bytes=outcome.moved["disk->host"],
             )
@@ -205,8 +210,11 @@ class _Job:
             links=stats.links,
             link_bytes_per_token=outcome.moved,
             measured=measured,
-            warnings=stats.warnings,
         )
+
+    def _expected(self, new_tokens: int) -> Expected:
+        """What the store is used for."""
+        return Expected(self.ids.shape[1] + new_tokens, self.weight_bytes)
 
     def _compare(self, outcome: _Outcome) -> Comparison:
         self.display.say("the same with transformers' DynamicCache")

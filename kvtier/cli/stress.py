@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cli.chart import Chart, Mark, Series, write_chart
 from kvtier.cli.stress_options import StressOptions
 from kvtier.errors import OffloadWarning
 from kvtier.units import format_size
@@ -64,12 +65,12 @@ def stress(options: StressOptions) -> int:
             reports.append(report)
     failed = any(report.failed for report in reports)
     if options.json:
-        print(json.dumps({"loads": [r.as_dict() for r in reports], "failed": failed}, indent=2))
+        print(json.dumps(_as_json(reports, failed), indent=2))
     else:
         for report in reports:
             render(report, console)
     if options.plot is not None:
-        plot(reports, options.plot)
+        write_chart(chart(reports), options.plot)
     sys.stdout.flush()
     return 1 if failed else 0
 
@@ -217,8 +218,8 @@ def render(report: StressReport, console: Console) -> None:
             say(f"{r.context:,} tokens: given up: {r.error}", "red")
         for text in r.books:
             say(f"{r.context:,} tokens: {text}", "red")
-        for text in r.warnings:
-            say(f"{r.context:,} tokens: {text}", "yellow")
+        for record in r.warnings:
+            say(f"{r.context:,} tokens: {record['text']}", "yellow")
     checked = sum(r.checked_bytes for r in report.contexts)
     if report.payload:
         say(f"compared byte for byte: {format_size(checked)} of K and V that attention read")
@@ -259,31 +260,34 @@ def _render_sweep(report: StressReport, say: Any) -> None:
     say("smallest cards of the table that meet it by prediction: " + (", ".join(cards) or "none"))
 
 
-def plot(reports: list[StressReport], path: Path) -> None:
-    """Tokens/s over context, predicted and emulated, as an image.
+def _as_json(reports: list[StressReport], failed: bool) -> dict[str, Any]:
+    loads = [report.as_dict() for report in reports]
+    said = [one for load in loads for one in load["warnings"]]
+    said += [one for load in loads for context in load["contexts"] for one in context["warnings"]]
+    return {"loads": loads, "failed": failed, "warnings": said}
 
-    Raises:
-        ConfigError: no matplotlib.
-    """
-    from kvtier.cli.stress_options import need_matplotlib
 
-    need_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5))
-    axes = figure.subplots()
+def chart(reports: list[StressReport]) -> Chart:
+    """Tokens/s over context, predicted and emulated."""
+    series = []
     for report in reports:
-        contexts = [r.context for r in report.contexts]
         name = f"{report.kv_dtype} KV"
-        axes.plot(
-            contexts, [r.predicted_tps for r in report.contexts], "--", label=f"{name}, predicted"
-        )
-        axes.plot(
-            contexts, [r.emulated_tps for r in report.contexts], "o", label=f"{name}, emulated"
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens of context")
-    axes.set_ylabel("tokens/s (simulated)")
-    axes.set_title(f"{reports[0].model} on an emulated {reports[0].card}")
-    axes.legend()
-    figure.savefig(path)
+        ran = [r for r in report.contexts if r.steps]
+        series += [
+            Series(
+                f"{name}, predicted",
+                [(r.context, r.predicted_tps) for r in report.contexts],
+                style="dashes",
+            ),
+            Series(f"{name}, emulated", [(r.context, r.emulated_tps) for r in ran], style="dots"),
+        ]
+    return Chart(
+        title=f"{reports[0].model} on an emulated {reports[0].card}",
+        series=series,
+        y="tokens/s (simulated)",
+        marks=[
+            Mark(at, f"{name} from {at:,}")
+            for name, at in reports[0].cliff.begins.items()
+            if at is not None
+        ],
+    )

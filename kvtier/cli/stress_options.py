@@ -70,7 +70,7 @@ def add_stress(commands: argparse._SubParsersAction[Parser]) -> None:
     add = what.add_argument
     add("--card", metavar="CARD", default="rtx-4060-ti-16gb", help="default: rtx-4060-ti-16gb")
     add("--model", metavar="MODEL", default="llama-3.1-8b", help="default: llama-3.1-8b")
-    add("--contexts", metavar="N,..", default="2k,8k,32k", help="tokens a sequence, k = 1024")
+    add("--contexts", metavar="N,..", default="512,2k,8k,32k", help="tokens a sequence, k = 1024")
     add("--sessions", metavar="N", default="1", help="sequences decoded together (default: 1)")
     add("--policy", metavar="P", default="lru", help="which pages stay in VRAM (default: lru)")
     add("--mode", metavar="M", default="exact-stream", help="exact-stream, the only one so far")
@@ -95,7 +95,7 @@ def add_stress(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--sweep", metavar="WHAT", help="vram: the smallest card that meets --target-tps")
     add("--target-tps", metavar="R", help="tokens/s for --sweep")
     add("--trace-out", metavar="FILE", type=Path, help="Chrome trace JSON of the run")
-    add("--plot", metavar="FILE", type=Path, help="tokens/s over context as an image")
+    add("--plot", metavar="FILE", type=Path, help="tokens/s over context: .svg, .html or .png")
     add("--json", action="store_true", help="one JSON object on stdout, nothing else")
 
 
@@ -105,6 +105,7 @@ def stress_options(args: argparse.Namespace) -> StressOptions:
     Raises:
         ConfigError: names the option, its value and what to give instead.
     """
+    from kvtier.cli.chart import check_chart_path
     from kvtier.cost.models import KV_DTYPES, find_model
     from kvtier.policy import load_policy
     from kvtier.stress.spec import FaultPlan, LoadSpec, parse_duration, parse_faults
@@ -152,10 +153,9 @@ def stress_options(args: argparse.Namespace) -> StressOptions:
         raise ConfigError(
             f"--contexts has {min(contexts)}, less than a page of {page} tokens; give more, or a smaller --page-tokens"
         )
-    for option in ("trace_out", "plot"):
-        _writable(getattr(args, option), f"--{option.replace('_', '-')}")
+    _writable(args.trace_out, "--trace-out")
     if args.plot is not None:
-        need_matplotlib()
+        check_chart_path(args.plot)
     loads = tuple(
         LoadSpec(
             card=card,
@@ -187,16 +187,6 @@ def stress_options(args: argparse.Namespace) -> StressOptions:
         plot=args.plot,
         json=args.json,
     )
-
-
-def need_matplotlib() -> None:
-    """Raise ConfigError if there is no matplotlib."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed; pip install 'kvtier[plot]'"
-        )
 
 
 def _card(args: argparse.Namespace) -> CardSpec:

@@ -23,7 +23,6 @@ reference case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from kvtier.errors import ConfigError
@@ -54,46 +53,3 @@ def slowdown(fraction: float, ratio: float) -> float:
 def level(value: float) -> Level:
     """How loudly a slowdown is to be announced."""
     return next((name for name, at_least in LEVELS if value >= at_least), "none")
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """The bytes that one decode step reads, and the bandwidths (bytes/s) it reads them with.
-
-    Attributes:
-        weight_bytes: weights read, all in VRAM.
-        kv_bytes: KV read, wherever it lies.
-        link_bytes: the part of ``kv_bytes`` that comes from host memory to VRAM, what the disk sent
-            included.
-        disk_bytes: the part of ``link_bytes`` that is read from disk first.
-        vram_bw, link_bw, disk_bw: bandwidth of VRAM, of host to VRAM, of disk to host.
-    """
-
-    weight_bytes: float
-    kv_bytes: float
-    link_bytes: float
-    disk_bytes: float
-    vram_bw: float
-    link_bw: float
-    disk_bw: float
-
-    @property
-    def link_fraction(self) -> float:
-        """``f`` of the link to VRAM."""
-        return min(1.0, self.link_bytes / max(1.0, self.weight_bytes + self.kv_bytes))
-
-    @property
-    def disk_fraction(self) -> float:
-        """Share of all bytes read that comes from disk."""
-        return min(1.0, self.disk_bytes / max(1.0, self.weight_bytes + self.kv_bytes))
-
-    @property
-    def slowdown(self) -> float:
-        """Predicted factor over the same step with all KV in VRAM. Bytes from disk pay both links:
-        the disk's time comes on top of the link's, hence ``f r`` and not ``f (r - 1)``."""
-        over_link = slowdown(self.link_fraction, self.vram_bw / self.link_bw)
-        return over_link + self.disk_fraction * self.vram_bw / self.disk_bw
-
-    @property
-    def level(self) -> Level:
-        return level(self.slowdown)

@@ -98,6 +98,7 @@ def step_time(
     hot_passes: float = 3.0,
     cold_passes: float = 1.0,
     cold_start: bool = True,
+    disk_rate: float = DISK_RATE,
 ) -> StepTime:
     """See the module.
 
@@ -106,6 +107,7 @@ def step_time(
         card: whose memory bandwidth counts, times ``efficiency``.
         link: the path of everything that is not in VRAM.
         step_s: fixed cost of a step.
+        disk_rate: bytes/s at which the host reads what lies on disk.
     """
     rate = card.memory_bandwidth * efficiency
     compute = [
@@ -116,7 +118,7 @@ def step_time(
     copy = [link.seconds(layer.cold, layer.pieces) for layer in layers]
     off = [link.seconds(layer.off) for layer in layers]
     host = [link.host_seconds(layer.pieces) if layer.cold else 0.0 for layer in layers]
-    disk = [layer.disk / DISK_RATE for layer in layers]
+    disk = [layer.disk / disk_rate for layer in layers]
     total = sum(off)
     if link.blocks:
         total += sum(compute) + sum(copy) + sum(host) + sum(disk)
@@ -143,36 +145,8 @@ class Slowdown:
         return level(self.factor)
 
 
-def offload_warning(
-    slow: Slowdown, card: Card, link: LinkPath, *, share: float, sequences: int, instead: str
-) -> str | None:
-    """One sentence before work that will be slow; None below a slowdown of 1.3.
-
-    Args:
-        share: of the bytes read per step, what lies behind the link, 0..1.
-        instead: what to do about it.
-    """
-    if slow.level == "none":
-        return None
-    before, after = (t.tokens_per_s(sequences) for t in (slow.baseline, slow.step))
-    kind = link.kind
-    return (
-        f"{slow.level}: decoding would be about {slow.factor:.1f}x slower on {card.name} than with "
-        f"everything in VRAM ({before:.1f} -> {after:.1f} tokens/s), because {share:.0%} of the "
-        f"bytes read per token come over a {kind} link of {link.rate(1 << 30) / 1e9:.1f} GB/s and "
-        f"not from VRAM at {card.memory_bandwidth * VRAM_EFFICIENCY / 1e9:.0f} GB/s (predicted, "
-        f"not measured; 1.3x is a notice, 2x a warning, 5x severe). Instead: {instead}"
-    )
-
-
 def all_in_vram(layers: Sequence[LayerLoad]) -> list[LayerLoad]:
     """The same step with nothing behind the link."""
     return [
         LayerLoad(weights=layer.weights + layer.off, hot=layer.hot + layer.cold) for layer in layers
     ]
-
-
-def off_card_share(layers: Sequence[LayerLoad]) -> float:
-    """Share of all bytes read that lies behind the link."""
-    off = sum(layer.off + layer.cold for layer in layers)
-    return off / max(1.0, off + sum(layer.weights + layer.hot for layer in layers))

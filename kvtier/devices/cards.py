@@ -40,15 +40,18 @@ _PINNED_RATE: dict[tuple[int, int], tuple[float, str]] = {
     (5, 16): (50e9, "vLLM blog of 2026-01-08 on KV offloading: ~50 GB/s on H100"),
 }
 _PAGEABLE_SOURCE = (
-    "0.45 of pinned, at most one core's memcpy of 8 GB/s; reported 2.8-6.0 GB/s on PCIe 4.0 x8 and "
-    "5 GB/s on PCIe 3.0 x16 (CUDA C++ Best Practices Guide); staged by the driver, NVIDIA forum "
-    "238833"
+    "pageable host-to-device copies, staged by the driver: reported 2.8-6.0 GB/s, nearly whatever "
+    "the lanes (sglang PR 32032, fiddler 7; NVIDIA forum 238833), and at most half of pinned; the "
+    "likely rate is their geometric mean"
 )
 _FALLBACK_SOURCE = (
-    "driver paging of VRAM into system memory, 3-6 GB/s; 3.8 GB/s follows from 42.5 -> 3.8 "
-    "tokens/s with a fifth of an 8B Q4_K_M model (4.63 GB read a token) outside the VRAM of an "
-    "RTX 4060 Ti 16GB"
+    "paging of VRAM into system memory by the driver, the class of pageable copies: 2.8-6.0 GB/s. "
+    "It is the class in which 42.5 -> 3.8 tokens/s lies, with a fifth of an 8B Q4_K_M model outside "
+    "the VRAM of an RTX 4060 Ti 16GB; nothing is fitted on that"
 )
+
+#: Bytes/s of copies that the driver stages: low, likely (the geometric mean), high.
+STAGED_RATE = (2.8e9, 4.1e9, 6.0e9)
 
 
 #: Free memory left alone: Windows drivers page VRAM out instead of failing, so running full is a
@@ -238,13 +241,9 @@ class Card:
         pinned, source = self._pinned_rate()
         if kind == "pinned":
             return LinkClass(kind, pinned, 0.9 * pinned, 1.1 * pinned, source)
-        low, high = 0.22 * pinned, 0.46 * pinned
-        if kind == "pageable":
-            likely = min(0.45 * pinned, 8e9)
-            return LinkClass(kind, likely, min(low, 6e9), min(high, 8e9), _PAGEABLE_SOURCE)
-        return LinkClass(
-            kind, min(0.3 * pinned, 4e9), min(low, 3e9), min(high, 6e9), _FALLBACK_SOURCE
-        )
+        low, likely, high = (min(rate, 0.5 * pinned) for rate in STAGED_RATE)
+        source = _PAGEABLE_SOURCE if kind == "pageable" else _FALLBACK_SOURCE
+        return LinkClass(kind, likely, low, high, source)
 
     def link_model(self, kind: LinkKind = "pinned", rate: float | None = None) -> LinkModel:
         """The copy-time model of this card's link, equal in both directions.
@@ -260,6 +259,14 @@ class Card:
             return LinkModel(h2d=likely, d2h=likely)
         pinned = max(likely, self.link("pinned").rate)
         return LinkModel(h2d=pinned, d2h=pinned, pageable_factor=1.0, pageable_limit=likely)
+
+    @property
+    def bus_rate(self) -> float:
+        """Bytes/s that the host link promises one way: what no copy can exceed. Of a ``unified``
+        card, that of its memory."""
+        if self.pcie_gen in _LANE_RATE and self.pcie_lanes:
+            return _LANE_RATE[self.pcie_gen] * self.pcie_lanes
+        return self.pinned_rate or self.memory_bandwidth
 
     @property
     def usable_bytes(self) -> int:

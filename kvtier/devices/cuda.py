@@ -19,13 +19,13 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 
+from kvtier.announce import announce
 from kvtier.devices.base import Buffer, Device, Event, MemoryKind, Range, Stream
 from kvtier.devices.batch import BatchCopy, find_batch_copy
 from kvtier.devices.cards import Direction, vram_margin
@@ -38,7 +38,6 @@ from kvtier.errors import (
     CopyFailedError,
     DeadlineExceededError,
     DeviceOOMError,
-    OffloadWarning,
 )
 from kvtier.kernels.launch import Launcher, launcher_for
 from kvtier.kernels.moves import reaches_host_memory
@@ -412,12 +411,10 @@ class CudaDevice(Device):
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
-            OffloadWarning(
-                f"{self.name}: {format_size(nbytes)} of host memory could not be pinned (CUDA "
-                f"error {error}); copies run at less than half the speed of the link and block the "
-                "caller; make the host tier smaller, or raise the limit on locked memory"
-            ),
+        announce(
+            f"{self.name}: {format_size(nbytes)} of host memory could not be pinned (CUDA "
+            f"error {error}); copies run at less than half the speed of the link and block the "
+            "caller; make the host tier smaller, or raise the limit on locked memory",
             stacklevel=3,
         )
 

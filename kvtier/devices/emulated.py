@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from kvtier.devices.base import Buffer, Device, Event, Range, Stream
-from kvtier.devices.cards import DEFAULT_CARD, Card, LinkModel
+from kvtier.devices.cards import DEFAULT_CARD, Card, LinkKind, LinkModel
 from kvtier.devices.clock import Engine, VirtualClock
 from kvtier.devices.costs import Costs, Traffic
 from kvtier.devices.faults import Faults
@@ -103,6 +103,8 @@ class EmulatedDevice(Device):
         else:
             spec = CardSpec(card, "pinned", card.link_model())
         self.card = spec.card
+        #: Kind of the link to host memory.
+        self.link_kind: LinkKind = spec.kind if pinned else "pageable"
         self.scale = scale
         self.name = f"emulated {self.card.slug}"
         full_link = spec.link if link is None else link

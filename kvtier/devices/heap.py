@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
+from kvtier.announce import announce
 from kvtier.devices.base import Buffer, MemoryKind
 from kvtier.devices.cards import LinkModel
 from kvtier.devices.faults import Faults
 from kvtier.devices.handles import EmulatedBuffer
-from kvtier.errors import ConfigError, DeviceOOMError, OffloadWarning, RaceError
+from kvtier.errors import ConfigError, DeviceOOMError, RaceError
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -113,13 +113,11 @@ class Heap:
         nbytes = round(nbytes / self._scale)
         pinned = self._link.rate("h2d", nbytes)
         pageable = self._link.rate("h2d", nbytes, pinned=False)
-        warnings.warn(
-            OffloadWarning(
-                f"{self._device.name}: {format_size(nbytes)} of host memory could not be pinned; "
-                f"copies run at about {pageable / 1e9:.1f} GB/s instead of {pinned / 1e9:.1f} "
-                f"({pinned / pageable:.1f} times slower) and block the caller; make the host tier "
-                "smaller, or raise the limit on locked memory"
-            ),
+        announce(
+            f"{self._device.name}: {format_size(nbytes)} of host memory could not be pinned; "
+            f"copies run at about {pageable / 1e9:.1f} GB/s instead of {pinned / 1e9:.1f} "
+            f"({pinned / pageable:.1f} times slower) and block the caller; make the host tier "
+            "smaller, or raise the limit on locked memory",
             stacklevel=4,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from kvtier.attention.summaries import write_summaries
+from kvtier.cost.tier_load import Expected
 from kvtier.devices.base import Event
 from kvtier.errors import ClosedError, ConfigError, IdentityError
 from kvtier.identity import ModelIdentity
@@ -30,18 +31,27 @@ class Session:
         store: where its pages live.
         identity: what the KV is computed with; its layout must be the store's.
         name: shown in errors that say who holds pages.
+        expect: how long the sequence will get, and the weights read beside it: what will be slow is said at
+            once (``TieredStore.foresee``).
 
     Raises:
         IdentityError: the identity belongs to another layout or page size.
     """
 
     def __init__(
-        self, store: TieredStore, identity: ModelIdentity, *, name: str = "session"
+        self,
+        store: TieredStore,
+        identity: ModelIdentity,
+        *,
+        name: str = "session",
+        expect: Expected | None = None,
     ) -> None:
         if identity.layout_digest != store.layout.digest:
             raise IdentityError(
                 "the identity belongs to another page layout than the store; build both from one model"
             )
+        if expect is not None:
+            store.foresee(expect, stacklevel=2)
         self.store = store
         self.identity = identity
         self.name = name

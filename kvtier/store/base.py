@@ -15,6 +15,7 @@ from typing import Literal, Self, cast
 
 import numpy as np
 
+from kvtier.cost.tier_load import Expected, TierLoad
 from kvtier.devices import open_device
 from kvtier.devices.base import Device
 from kvtier.errors import (
@@ -29,6 +30,7 @@ from kvtier.layout import PageLayout
 from kvtier.mover import deadline_after
 from kvtier.policy import ResidencyPolicy, load_policy
 from kvtier.store.directory import Directory
+from kvtier.store.foresight import Foresight
 from kvtier.store.lease import Lease
 from kvtier.store.page import TIERS, Copy, Page
 from kvtier.store.placement import Placement
@@ -61,6 +63,7 @@ class StoreBase:
         durability: Literal["durable", "relaxed"] = "durable",
         timeout_s: float = 30.0,
         check: bool = False,
+        expect: Expected | None = None,
     ) -> None:
         for name, mode in (("host_write", host_write), ("disk_write", disk_write)):
             if mode not in ("write_back", "write_through"):
@@ -92,6 +95,15 @@ class StoreBase:
         self._owns_device = isinstance(device, str)
         policies = self._load_policies(policy, sizes)
         self.device: Device = open_device(device) if isinstance(device, str) else device
+        self._foresight = Foresight(layout, self.device, sizes)
+        if expect is not None:
+            # Nothing is allocated yet: a warning that is an error leaves nothing behind.
+            try:
+                self.foresee(expect)
+            except BaseException:
+                if self._owns_device:
+                    self.device.close()
+                raise
         self._directory = Directory(policies, layout.page_bytes)
         slots = {
             tier: SlotTier(
@@ -257,6 +269,16 @@ class StoreBase:
                     self._placement.unhold(page, copy)
 
     # ------------------------------------------------------------------ whole store
+
+    def foresee(self, expected: Expected, *, stacklevel: int = 1) -> TierLoad | None:
+        """Say at once if a load will need the slow path: an OffloadWarning with the rate that is
+        predicted, why, and what would be better. What was said is said again only if it gets a level
+        worse.
+
+        Returns:
+            The load with its estimate; None on a card that the table does not have.
+        """
+        return self._foresight.tell(expected, stacklevel=stacklevel + 1)
 
     def poll(self) -> None:
         """Handle copies and writes that have ended; never waits for them."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 
+from kvtier.announce import announce
 from kvtier.devices.base import Device
-from kvtier.errors import CopyFailedError, OffloadWarning
+from kvtier.errors import CopyFailedError
 from kvtier.mover import Mover, events
 from kvtier.store.directory import Directory
 from kvtier.store.page import TIERS, Copy, Page
@@ -193,4 +193,4 @@ class Residence:
     def speak(self) -> None:
         """Raise the warnings noted so far."""
         while self._unsaid:
-            warnings.warn(self._unsaid.pop(0), OffloadWarning, stacklevel=4)
+            announce(self._unsaid.pop(0), stacklevel=4)

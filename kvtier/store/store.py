@@ -33,6 +33,8 @@ class TieredStore(SessionPages):
         durability: ``durable`` or ``relaxed``; see ``kvtier.tiers.disk``.
         timeout_s: deadline of every call that does not get its own.
         check: recount all books after every operation (slow; for tests and debugging).
+        expect: what the store will be used for. If its tiers make that slow, an OffloadWarning says so before
+            anything is allocated (see ``foresee``).
 
     Raises:
         ConfigError: sizes that hold no page, a disk without a folder, unknown policy or mode.

@@ -21,6 +21,7 @@ from kvtier.attention.stream import ExactStream
 from kvtier.attention.window import Row
 from kvtier.cost.decode import STEP_S
 from kvtier.cost.links import DISK_RATE
+from kvtier.cost.monitor import RateMonitor
 from kvtier.devices.base import Buffer
 from kvtier.devices.cards import VRAM_EFFICIENCY
 from kvtier.devices.emulated import EmulatedDevice
@@ -118,7 +119,9 @@ class _Load:
                 if self._trace is not None:
                     self.device.write_trace(self._trace)
                 self.device.close()
-        result.warnings = [str(w.message) for w in caught if w.category is OffloadWarning]
+        result.warnings = [
+            dict(w.message.record) for w in caught if isinstance(w.message, OffloadWarning)
+        ]
         result.failures = dict(self.failures)
         result.cpu_s = time.process_time() - began
         return result
@@ -233,6 +236,12 @@ class _Load:
         result, spec = self.result, self.spec
         began = last = self.device.now_s
         numbers = list(range(spec.sessions))
+        predicted = self.plan.predicted
+        monitor = RateMonitor(
+            predicted_tps=predicted.step.tokens_per_s(spec.sessions),
+            baseline_tps=predicted.baseline.tokens_per_s(spec.sessions),
+            link=spec.card.kind,
+        )
         while not spec.duration.over(result.steps, last - began):
             if self.sessions[0].length >= self.plan.context + SPARE_TOKENS:
                 break
@@ -248,6 +257,7 @@ class _Load:
             self.device.synchronize(_LONGEST_WAIT_S)
             self.device.host_work(STEP_S)
             result.steps += 1
+            monitor.feed(spec.sessions, self.device.now_s - last)
             if self._steps is not None:
                 busy = self.device.stats.busy_s
                 self._steps(

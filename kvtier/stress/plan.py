@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvtier.cost.cliff import LEVELS, Level
+from kvtier.cost.constants import DEFAULTS, Constant, Constants
 from kvtier.cost.decode import (
     LayerLoad,
     Slowdown,
     StepTime,
     all_in_vram,
-    off_card_share,
-    offload_warning,
     step_time,
 )
 from kvtier.cost.links import LinkPath
+from kvtier.cost.outlook import Load
 from kvtier.errors import ConfigError
 from kvtier.layout import PageLayout
 from kvtier.stress.spec import LoadSpec
@@ -202,20 +202,37 @@ class LoadPlan:
     def _time(self, layers: list[LayerLoad]) -> StepTime:
         return step_time(layers, self.spec.card.card, self.link)
 
-    @property
-    def warning(self) -> str | None:
-        """What is to be said before the work starts."""
+    @cached_property
+    def outlook(self) -> Load:
+        """The same load as ``kvtier plan`` sees it, for the warnings."""
         spec = self.spec
-        need = self.weights + self.staging + (self.pages + spec.sessions) * self.layout.page_bytes
-        fits = f"keep everything in VRAM, where it fits ({format_size(need)}"
-        more = f"{format_size(need)} of VRAM, a shorter context, or KV and weights in fewer bits"
-        return offload_warning(
-            self.predicted,
+        kv = sum(layer.hot + layer.cold for layer in self.layers)
+        return Load(
+            spec.model,
             spec.card.card,
-            self.link,
-            share=off_card_share(self.layers),
+            self.context,
             sequences=spec.sessions,
-            instead=f"{fits} of {format_size(self.vram)})" if need <= self.vram else more,
+            kv_dtype=spec.kv_dtype,
+            weight_bits=spec.weight_bits,
+            weights_off=spec.weights_off,
+            kv_off=min(1.0, sum(layer.cold for layer in self.layers) / kv) if kv else 0.0,
+            disk_off=sum(layer.disk for layer in self.layers) / kv if kv else 0.0,
+            link=spec.card.kind,
+            asked=("weights",),
+            vram=spec.vram,
+            disk_prefix=bool(spec.disk),
+            constants=self._constants,
+        )
+
+    @property
+    def _constants(self) -> Constants:
+        """Those of the table, but the rate of the link if the card was given with another."""
+        kind, card = self.spec.card.kind, self.spec.card.card
+        given = self.link.rate(1 << 30)
+        if math.isclose(given, card.link(kind).rate, rel_tol=1e-6):
+            return DEFAULTS
+        return DEFAULTS.measured(
+            {f"{kind}_bw": Constant(f"{kind}_bw", given, "bytes/s", "given with the card")}
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvtier.cost.cliff import Level
+from kvtier.cost.warning import CostWarning, worst
 from kvtier.stress.plan import Cliff, LoadPlan
 
 
@@ -24,6 +26,7 @@ class ContextResult:
         moved: link -> bytes while decoding.
         failures: kind of error -> times. rebuilt: times that lost sequences were computed anew.
         checked_bytes: bytes of K and V compared with what was written (size of the run).
+        warnings: records of all OffloadWarnings of the run (``kvtier.announce``).
         books: what does not add up; empty if all does.
         error: why the context was given up, "" if it was not.
         cpu_s: CPU seconds of this machine.
@@ -46,7 +49,7 @@ class ContextResult:
     rebuilt: int = 0
     checked_bytes: int = 0
     books: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     cpu_s: float = 0.0
 
@@ -85,7 +88,11 @@ class Sweep:
 
 @dataclass
 class StressReport:
-    """A load and its results."""
+    """A load and its results.
+
+    Attributes:
+        warnings: of the worst context, by prediction; what ``kvtier plan`` says of the same load.
+    """
 
     card: str
     link: str
@@ -101,7 +108,7 @@ class StressReport:
     vram: int
     host: int
     disk: int
-    warning: str | None
+    warnings: list[CostWarning]
     cliff: Cliff
     contexts: list[ContextResult] = field(default_factory=list)
     sweep: Sweep | None = None
@@ -117,6 +124,7 @@ class StressReport:
         for result, plain in zip(self.contexts, data["contexts"], strict=True):
             plain["ratio"] = result.ratio
             plain["ok"] = result.ok
+        data["warnings"] = [one.to_json() for one in self.warnings]
         data["failed"] = self.failed
         data["note"] = "all rates and times are simulated on an emulated card, none is measured"
         return data
@@ -134,8 +142,9 @@ def empty_result(plan: LoadPlan) -> ContextResult:
     )
 
 
-def empty_report(plan: LoadPlan, cliff: Cliff) -> StressReport:
-    """The report of a load, ``plan`` being that of its longest context."""
+def empty_report(plans: Sequence[LoadPlan], cliff: Cliff) -> StressReport:
+    """The report of a load, ``plans`` being its contexts."""
+    plan = max(plans, key=lambda plan: plan.context)
     spec = plan.spec
     return StressReport(
         card=spec.card.card.name,
@@ -152,6 +161,6 @@ def empty_report(plan: LoadPlan, cliff: Cliff) -> StressReport:
         vram=plan.vram,
         host=spec.host,
         disk=spec.disk,
-        warning=plan.warning,
+        warnings=worst([one for each in plans for one in each.outlook.warnings()]),
         cliff=cliff,
     )

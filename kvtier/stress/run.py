@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from kvtier.devices.cards import Card, cards
 from kvtier.devices.spec import CardSpec
-from kvtier.errors import ConfigError, OffloadWarning
+from kvtier.errors import ConfigError
 from kvtier.stress.load import Watch, run_context
 from kvtier.stress.plan import LoadPlan, find_cliff, with_vram
 from kvtier.stress.report import ContextResult, StressReport, Sweep, empty_report
@@ -32,7 +31,7 @@ def run_load(
 ) -> StressReport:
     """Run every context on a card and a store of its own.
 
-    A predicted slowdown of 1.3x or more is told first, as one OffloadWarning.
+    What will be slow is told first, as an OffloadWarning for the worst context.
 
     Args:
         watch: see ``run_context``.
@@ -44,9 +43,9 @@ def run_load(
     plans = [LoadPlan(spec, context) for context in spec.contexts]
     for plan in plans:
         plan.check()
-    report = empty_report(max(plans, key=lambda plan: plan.context), find_cliff(spec))
-    if report.warning is not None:
-        warnings.warn(OffloadWarning(report.warning), stacklevel=2)
+    report = empty_report(plans, find_cliff(spec))
+    for one in report.warnings:
+        one.announce(stacklevel=2)
     for plan in plans:
         result = run_context(plan, watch=watch, trace=_trace_name(trace, plan, len(plans)))
         report.contexts.append(result)

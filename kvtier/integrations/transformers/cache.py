@@ -14,6 +14,7 @@ from kvtier.attention.engine import AttentionEngine
 from kvtier.attention.filters import with_filters
 from kvtier.attention.mode import Mode, parse_mode
 from kvtier.attention.window import Row
+from kvtier.cost.monitor import RateMonitor
 from kvtier.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvtier.identity import ModelIdentity
 from kvtier.integrations.transformers.attention import Attached, mark
@@ -27,6 +28,7 @@ from kvtier.integrations.transformers.rows import (
     reserve_all,
     select_rows,
 )
+from kvtier.integrations.transformers.speed import Speed
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
 
@@ -65,11 +67,15 @@ class TieredCache(Cache):
         identity: what ``identity_of(model)`` gave, to compute it once for several caches. The weights must not have
             changed since; a change of adapters is noticed.
         tenant: keeps pages apart from those of other tenants.
-        columns: tokens (prompt and new) to make staging room for at once; it grows on demand.
+        columns: tokens (prompt and new) to make staging room for at once; it grows on demand. With it, or
+            with the prompt of ``load_prefix``, or as soon as the tokens outgrow the VRAM tier, an
+            OffloadWarning says what that costs on this card.
         mode: how a step of decoding reads pages: ``exact-stream`` (with the model's own attention, bit for bit),
             ``exact-split`` (pages in host memory are read by the CPU), or ``select:NAME,budget=...`` (reads some pages
             only; see ``kvtier.attention.mode.parse_mode``). All but the first change the model's attention
             implementation while the cache is open.
+        monitor: compares the measured rate of decoding with a prediction or a baseline. None: on a GPU the
+            rate while everything is in VRAM is learned and compared with the rate after that.
 
     Raises:
         IdentityError: the identity cannot be determined, or belongs to another layout or other adapters.
@@ -87,7 +93,11 @@ class TieredCache(Cache):
         columns: int = 0,
         name: str = "cache",
         mode: str | Mode = "exact-stream",
+        monitor: RateMonitor | None = None,
     ) -> None:
+        self._speed = Speed(model, store, monitor)
+        if columns:
+            self._speed.foresee(columns, 1)
         self.store = store
         self.name = name
         self._guard = ModelGuard(model, store.layout, identity, tenant)
@@ -163,6 +173,7 @@ class TieredCache(Cache):
                 "a row of the attention mask is all zeros; give each row a token"
             )
         self.reset()
+        self._speed.foresee(width, rows)
         self._guard.check_identity()
         self._set_rows(rows)
         prompt = [row[pad:] for row, pad in zip(ids.tolist(), pads, strict=True)]
@@ -445,6 +456,7 @@ class TieredCache(Cache):
         )
         if self._prompt is not None and check_prompt(self._prompt, self._sessions, feed):
             self._prompt = None
+        self._speed.foresee(feed.columns, rows)
         self._pads, self._usual = feed.pads, feed.usual
         for session in self._sessions:
             session.seal()
@@ -476,6 +488,7 @@ class TieredCache(Cache):
                 extras = dict.fromkeys(range(at, at + new), note) if note else None
                 session.extend(new, tokens, extras)
         self._set_columns(step.columns)
+        self._speed.step(step.count, step.columns, len(self._sessions))
 
     def _rest(self) -> None:
         """The leases may be ended from now on, behind the work of this pass."""

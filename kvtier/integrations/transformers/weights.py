@@ -252,3 +252,12 @@ def _sha256(tensor: torch.Tensor) -> bytes:
     for at in range(0, data.numel(), step):
         h.update(data[at : at + step].cpu().numpy().data)
     return h.digest()
+
+
+def weights_read(model: Any) -> int:
+    """Bytes of weights that a decode step reads: all but the rows of an untied input embedding."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    rows, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if rows is not None and head is not None and rows.weight is not head.weight:
+        total -= rows.weight.numel() * rows.weight.element_size()
+    return int(total)

@@ -1,0 +1,1 @@
+"""Published measurements as rows, and what the cost model predicts for each."""

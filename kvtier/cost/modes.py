@@ -1,0 +1,369 @@
+"""Tokens/s of decoding by where weights and KV are and what a step reads of them.
+
+    t = t0 + n t_seq + W_vram/(eta BW) + W_off/B_link + KV_hot/(eta BW) + what the mode adds
+
+=============  ==================================================================================
+mode           what a step reads
+=============  ==================================================================================
+``vram``       all KV, in VRAM
+``kv-stream``  the same KV; the cold part crosses the link while other layers compute (exact)
+``kv-cpu``     the same KV; the processor attends to the cold part where it lies (exact)
+``select``     page summaries, dense layers, and a budget of tokens; keeps all KV (not exact)
+``evict``      the tokens that were kept; the others are gone (not exact)
+=============  ==================================================================================
+
+Weights off the card and a KV dtype go with every mode. How many sequences fit in each mode, and what
+that gains, is ``kvtier.cost.batches``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from kvtier.cost.basis import Basis
+from kvtier.cost.cliff import Level, level
+from kvtier.cost.constants import DEFAULTS, Constants
+from kvtier.cost.decode import KERNELS, LayerLoad, step_time
+from kvtier.cost.links import LinkPath, link_path
+from kvtier.cost.models import ModelShape
+from kvtier.cost.prefill import vram_constant
+from kvtier.cost.slow_links import SlowLink, slow_link
+from kvtier.cost.streaming import not_negative, share
+from kvtier.devices.cards import KERNEL_START_S, Card
+from kvtier.errors import ConfigError
+
+Mode = Literal["vram", "kv-stream", "kv-cpu", "select", "evict"]
+
+#: Tokens of a page whose K or V of a layer is one piece of a copy.
+PAGE_TOKENS = 64
+
+#: Layers that a selecting step attends to in full, as a share: the first two of Quest's 48.
+DENSE_LAYERS = 2 / 48
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a step of mode ``select`` reads, or what mode ``evict`` keeps.
+
+    Attributes:
+        tokens: of each sequence, sinks and recent ones included.
+        page_tokens: of a summarised page.
+        summaries: vectors as wide as a key that summarise a page: 2 for minimum and maximum
+            (Quest), 0 if scores come from elsewhere.
+        dense: share of the layers that read all KV.
+    """
+
+    tokens: int = 2048
+    page_tokens: int = 16
+    summaries: float = 2.0
+    dense: float = DENSE_LAYERS
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.page_tokens < 1:
+            raise ConfigError(
+                f"a selection of {self.tokens} tokens in pages of {self.page_tokens}; give 1 or more"
+            )
+        share(dense=self.dense)
+        not_negative(summaries=self.summaries)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded, and where it lies.
+
+    Attributes:
+        context: tokens of each sequence. batch: sequences.
+        weight_bits: None: as stored, or Q4_K_M's where no file tells.
+        weights_off, kv_off: shares that are not in VRAM.
+        weights_link: how weights off the card are reached: pinned, pageable, fallback, cpu, disk.
+        kv_link: the same for KV in the modes ``kv-stream`` and ``select``; what lies on disk is
+            read to pinned memory and copied from there.
+        server: the host has eight memory channels or more.
+        gpus: cards that split each layer; KV of MLA is on each of them in full.
+        selection: of the modes ``select`` and ``evict``.
+    """
+
+    model: ModelShape
+    card: Card
+    context: int
+    batch: int = 1
+    weight_bits: float | None = None
+    kv_dtype: str = "bf16"
+    weights_off: float = 0.0
+    kv_off: float = 0.0
+    weights_link: str = "pinned"
+    kv_link: str = "pinned"
+    server: bool = False
+    gpus: int = 1
+    selection: Selection = Selection()
+
+    def __post_init__(self) -> None:
+        share(weights_off=self.weights_off, kv_off=self.kv_off)
+        not_negative(context=self.context)
+        for name in ("batch", "gpus"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.kv_link == "cpu":
+            raise ConfigError(
+                "kv_link is 'cpu'; give pinned, pageable, fallback or disk, or use mode kv-cpu"
+            )
+
+
+@dataclass(frozen=True)
+class DecodeEstimate:
+    """Predicted decoding.
+
+    Attributes:
+        tps: tokens/s of all sequences. low, high: the band of the link class and the constants.
+        seconds: a step. baseline_tps: everything in VRAM, exact, same batch.
+        parts: seconds by part; parts that overlap add up to more than ``seconds``.
+        exact: whether the tokens are those of full attention.
+    """
+
+    mode: Mode
+    batch: int
+    tps: float
+    low: float
+    high: float
+    seconds: float
+    baseline_tps: float
+    parts: dict[str, float]
+    exact: bool
+    basis: Basis = field(repr=False)
+
+    @property
+    def slowdown(self) -> float:
+        """Factor over everything in VRAM at the same batch."""
+        return self.baseline_tps / self.tps
+
+    @property
+    def level(self) -> Level:
+        return level(self.slowdown)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def contains(self, tps: float) -> bool:
+        return self.low <= tps <= self.high
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "mode": self.mode,
+            "batch": self.batch,
+            "tps": self.tps,
+            "low_tps": self.low,
+            "high_tps": self.high,
+            "step_s": self.seconds,
+            "baseline_tps": self.baseline_tps,
+            "slowdown": self.slowdown,
+            "level": self.level,
+            "exact": self.exact,
+            "parts_s": dict(self.parts),
+            "basis": self.basis.to_json(),
+        }
+
+
+def decode_estimate(
+    work: Workload, mode: Mode = "vram", *, constants: Constants = DEFAULTS
+) -> DecodeEstimate:
+    """Predict decoding.
+
+    Raises:
+        ConfigError: no such mode, or a share off the card where the mode has no place for it.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode {mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
+    if mode in ("vram", "evict") and work.kv_off:
+        raise ConfigError(
+            f"kv_off is {work.kv_off:g}, but mode {mode} keeps KV in VRAM; use kv-stream, kv-cpu or "
+            "select"
+        )
+    weights = slow_link(work.weights_link, work.card, constants, server=work.server)
+    kv = slow_link(work.kv_link, work.card, constants)
+    parts = _parts(work, mode, constants, weights.likely, kv.likely)
+    slowest = _parts(work, mode, constants.slow, weights.low, kv.low)
+    fastest = _parts(work, mode, constants.fast, weights.high, kv.high)
+    resident = replace(work, weights_off=0.0, kv_off=0.0)
+    baseline = parts if resident == work and mode == "vram" else _parts(
+        resident, "vram", constants, weights.likely, kv.likely
+    )  # fmt: skip
+    seconds = parts.pop("step")
+    batch = work.batch
+    return DecodeEstimate(
+        mode=mode,
+        batch=batch,
+        tps=batch / seconds,
+        low=batch / slowest["step"],
+        high=batch / fastest["step"],
+        seconds=seconds,
+        baseline_tps=batch / (baseline.get("step") or seconds),
+        parts=parts,
+        exact=mode not in ("select", "evict"),
+        basis=_basis(work, mode, constants, weights, kv),
+    )
+
+
+def _basis(
+    work: Workload, mode: Mode, constants: Constants, weights: SlowLink, kv: SlowLink
+) -> Basis:
+    names = [vram_constant(work.card), "step_s", "sequence_s"]
+    links = []
+    extra = []
+    if work.weights_off:
+        links.append(f"weights: {weights}")
+        extra += list(weights.constants)
+    if work.kv_off and mode in ("kv-stream", "select"):
+        links.append(f"KV: {kv}")
+        extra += list(kv.constants)
+    if mode == "kv-cpu":
+        names += ["server_cpu_attention_bw" if work.server else "cpu_attention_bw", "handover_s"]
+        links.append("KV: the processor attends to it")
+    if mode in ("select", "evict"):
+        names.append("selection_s")
+    if mode == "select" and work.kv_off:
+        names.append("recalled_share")
+    if work.gpus > 1:
+        names.append("split_s")
+    if work.model.experts:
+        names.append("expert_spread")
+    return Basis(
+        inputs={
+            "model": work.model.name, "card": work.card.name, "context": work.context,
+            "batch": work.batch, "weight_bits": work.weight_bits, "kv_dtype": work.kv_dtype,
+            "weights_off": work.weights_off, "kv_off": work.kv_off, "gpus": work.gpus,
+            "weights_read": read_weights(work, constants),
+            "kv_read": kv_read(work, mode), "mode": mode,
+        },
+        formula="t0 + n t_seq + W_vram/(eta BW) + W_off/B + KV_hot/(eta BW) + KV by mode",
+        constants=(*constants.pick(*names), *extra),
+        link="; ".join(links),
+        command=(
+            f"kvtier stress --card {work.card.slug} --model {work.model.slug} "
+            f"--contexts {work.context} --sessions {work.batch} (emulated card); llama-bench -d "
+            f"{work.context} on the card itself"
+        ),
+    )  # fmt: skip
+
+
+def read_weights(work: Workload, constants: Constants) -> float:
+    """Weights a step reads on each card. Tokens that choose among a share of the experts only
+    touch as many as fewer tokens that choose among all do."""
+    model, batch = work.model, float(work.batch)
+    spread = constants["expert_spread"]
+    if model.experts and spread < 1 and batch > 1:
+        pool = max(model.experts_per_token, spread * model.experts)
+        touched = pool * (1 - (1 - model.experts_per_token / pool) ** batch) / model.experts
+        batch = math.log(1 - touched) / math.log(1 - model.experts_per_token / model.experts)
+    return model.read_bytes(work.weight_bits, batch) / work.gpus
+
+
+def kv_read(work: Workload, mode: Mode) -> float:
+    """Bytes of KV, state and page summaries that a step reads, all sequences."""
+    model, chosen = work.model, work.selection
+    whole = model.read_kv_bytes(work.context, work.kv_dtype)
+    if mode in ("vram", "kv-stream", "kv-cpu"):
+        return work.batch * whole / _kv_split(work)
+    kept = model.read_kv_bytes(min(work.context, chosen.tokens), work.kv_dtype)
+    if mode == "evict":
+        return work.batch * kept / _kv_split(work)
+    # A summary is as wide as a key; of MLA that is all that is stored of a token.
+    key = 1.0 if model.count("latent") else 0.5
+    summary = (whole - kept) * key * chosen.summaries / chosen.page_tokens
+    read = chosen.dense * whole + (1 - chosen.dense) * (min(whole, kept + max(0.0, summary)))
+    return work.batch * read / _kv_split(work)
+
+
+def kept_bytes(work: Workload, mode: Mode) -> float:
+    """KV that one sequence keeps on each card: all of it, unless tokens are dropped."""
+    tokens = work.context
+    if mode == "evict":
+        tokens = min(tokens, work.selection.tokens)
+    return work.model.sequence_bytes(tokens, work.kv_dtype) / _kv_split(work)
+
+
+def _kv_split(work: Workload) -> int:
+    """Cards that KV heads are spread over."""
+    return min(work.gpus, max(1, work.model.kv_heads))
+
+
+def _parts(
+    work: Workload, mode: Mode, constants: Constants, weight_rate: float, kv_rate: float
+) -> dict[str, float]:
+    """Seconds by part, and ``step`` for the whole."""
+    efficiency = constants[vram_constant(work.card)]
+    rate = work.card.memory_bandwidth * efficiency
+    read = read_weights(work, constants)
+    kv = kv_read(work, mode)
+    off = work.weights_off * read
+    fixed = constants["step_s"] + work.batch * constants["sequence_s"]
+    if work.gpus > 1:
+        fixed += constants["split_s"]
+    if mode in ("select", "evict"):
+        fixed += constants["selection_s"]
+    layers = max(1, work.model.attention_layers)
+    kernels = layers * KERNELS * KERNEL_START_S
+    parts = {
+        "fixed": fixed,
+        "weights in VRAM": (read - off) / rate,
+        "weights off the card": off / weight_rate,
+    }
+    if mode == "kv-stream" and work.kv_off:
+        # Copies of one layer run beside the kernels of another: kvtier.cost.decode.
+        path, disk_rate = _way(work, constants, kv_rate)
+        pieces = max(1, round(work.batch * work.kv_off * work.context / PAGE_TOKENS))
+        cold = kv / layers * work.kv_off
+        layer = LayerLoad(
+            weights=(read - off) / layers,
+            hot=kv / layers - cold,
+            cold=cold,
+            pieces=pieces,
+            disk=cold if disk_rate else 0.0,
+        )
+        step = step_time(
+            [layer] * layers, work.card, path, efficiency=efficiency, step_s=fixed,
+            hot_passes=1.0,  # as in mode vram: what is off the card only adds
+            disk_rate=disk_rate or constants["disk_bw"],
+        )  # fmt: skip
+        if disk_rate:
+            parts["KV from disk"] = step.disk_s
+        parts["KV over the link"] = step.copy_s
+        parts["KV in VRAM"] = step.compute_s - parts["weights in VRAM"]
+        parts["step"] = step.seconds + parts["weights off the card"]
+        return parts
+    hot = kv
+    if mode == "kv-cpu" and work.kv_off:
+        name = "server_cpu_attention_bw" if work.server else "cpu_attention_bw"
+        cold = kv * work.kv_off
+        hot = kv - cold
+        parts["KV on the processor"] = cold / constants[name] + layers * constants["handover_s"]
+    if mode == "select" and work.kv_off:
+        chosen = work.model.read_kv_bytes(
+            min(work.context, work.selection.tokens), work.kv_dtype
+        ) * work.batch / _kv_split(work)  # fmt: skip
+        recalled = chosen * work.kv_off * constants["recalled_share"]
+        path, disk_rate = _way(work, constants, kv_rate)
+        if disk_rate:
+            parts["KV from disk"] = recalled / disk_rate
+        pages = math.ceil(
+            work.batch * work.selection.tokens / work.selection.page_tokens
+            * work.kv_off * constants["recalled_share"]
+        )  # fmt: skip
+        parts["KV over the link"] = (
+            path.seconds(recalled, pages * layers) + layers * (constants["handover_s"])
+        )
+    parts["KV in VRAM"] = hot / rate
+    parts["kernels"] = kernels
+    parts["step"] = sum(parts.values())
+    return parts
+
+
+def _way(work: Workload, constants: Constants, kv_rate: float) -> tuple[LinkPath, float | None]:
+    """The link of cold KV to VRAM, and the rate of the disk if it lies there."""
+    if work.kv_link == "disk":
+        pinned = slow_link("pinned", work.card, constants)
+        return link_path(work.card, "pinned", pinned.likely), kv_rate
+    return link_path(work.card, work.kv_link, kv_rate), None  # type: ignore[arg-type]
