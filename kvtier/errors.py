@@ -22,6 +22,10 @@ class LayoutError(ConfigError):
     """A page layout is inconsistent, or data does not have the layout it should have."""
 
 
+class TraceError(ConfigError):
+    """A trace file cannot be read: names the file, the line and the reason."""
+
+
 class IdentityError(KvtierError, ValueError):
     """Something a page's numbers depend on cannot be determined, or has changed under a live cache."""
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.devices.base import Device, Event, Range, Stream
 from kvtier.errors import CopyFailedError, DeadlineExceededError
@@ -32,13 +33,27 @@ class LinkStats:
         self.copies += copies
 
 
+class Copied(Protocol):
+    """See ``Mover.copied``."""
+
+    def __call__(
+        self, link: str, nbytes: int, asked: float, began: float, *, failed: bool = False
+    ) -> None: ...
+
+
+def _nobody(link: str, nbytes: int, asked: float, began: float, *, failed: bool = False) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One submitted copy; ``finished`` is called exactly once, with the error if it failed."""
 
     event: Event
     finished: Callable[[CopyFailedError | None], None]
-    link: LinkStats
+    link: str
+    nbytes: int
+    asked: float
 
 
 def deadline_after(timeout_s: float) -> float:
@@ -66,7 +81,12 @@ class Mover:
             "host->disk": LinkStats(),
             "disk->host": LinkStats(),
         }
+        #: Told of every copy that has ended: link, bytes, when it was asked for and when it began
+        #: (``time.monotonic``), and whether it failed.
+        self.copied: Copied = _nobody
         self._pending: deque[Transfer] = deque()
+        #: When a link was last seen to end a copy; the next one cannot have begun before.
+        self._idle_since: dict[str, float] = {}
 
     def down(
         self,
@@ -76,7 +96,7 @@ class Mover:
         finished: Callable[[CopyFailedError | None], None],
     ) -> Transfer:
         """Copy a page VRAM -> host once ``after`` (the event of its last write) is reached."""
-        return self._start(self.d2h, self.links["vram->host"], source, target, after, finished)
+        return self._start(self.d2h, "vram->host", source, target, after, finished)
 
     def up(
         self,
@@ -86,12 +106,12 @@ class Mover:
         finished: Callable[[CopyFailedError | None], None],
     ) -> Transfer:
         """Copy a page host -> VRAM."""
-        return self._start(self.h2d, self.links["host->vram"], source, target, after, finished)
+        return self._start(self.h2d, "host->vram", source, target, after, finished)
 
     def _start(
         self,
         stream: Stream,
-        link: LinkStats,
+        link: str,
         source: Slot,
         target: Slot,
         after: Event | None,
@@ -101,8 +121,8 @@ class Mover:
             stream.wait(after)
         order_behind(stream, target)
         self.device.copy(stream, [(target.range(), source.range())])
-        link.add(source.nbytes)
-        transfer = Transfer(stream.record(), finished, link)
+        self.links[link].add(source.nbytes)
+        transfer = Transfer(stream.record(), finished, link, source.nbytes, time.monotonic())
         self._pending.append(transfer)
         return transfer
 
@@ -136,14 +156,17 @@ class Mover:
         while self._pending:
             self.wait_oldest(deadline)
 
-    @staticmethod
-    def _finish(transfer: Transfer) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         error: CopyFailedError | None = None
+        link = transfer.link
         try:
             transfer.event.synchronize(1.0)
         except CopyFailedError as failure:
             error = failure
-            transfer.link.failed += 1
+            self.links[link].failed += 1
+        began = max(transfer.asked, self._idle_since.get(link, 0.0))
+        self._idle_since[link] = time.monotonic()
+        self.copied(link, transfer.nbytes, transfer.asked, began, failed=error is not None)
         transfer.finished(error)
 
 

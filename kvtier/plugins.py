@@ -29,15 +29,19 @@ class Plugins:
         self.kind = kind
 
     def load(
-        self, spec: str, base: type[T], *, hidden: tuple[str, ...] = ()
-    ) -> tuple[type[T], dict[str, Any]]:
+        self, spec: str, base: type[T], *, extra: dict[str, str] | None = None
+    ) -> tuple[type[T], dict[str, Any], dict[str, str]]:
         """The class and parameters of ``NAME``, ``NAME:key=value,...``, ``module:Class`` or
-        ``module:Class:key=value,...``. Values are read as int, float, true/false or text, by the type of the
-        parameter's default.
+        ``module:Class:key=value,...``. A value in parentheses may have commas and colons in it. Values are read as
+        int, float, true/false or text, by the type of the parameter's default; parameters without one are not the
+        user's to set.
 
         Args:
             base: what the class must be a subclass of.
-            hidden: keyword parameters of the class that are not the user's to set.
+            extra: parameters that every class of the group has, with their defaults.
+
+        Returns:
+            The class, the values given to it, and the extra parameters, given or by default.
 
         Raises:
             ConfigError: unknown name, class or parameter, or a value that is not of the parameter's type.
@@ -47,28 +51,40 @@ class Plugins:
         known = {
             name: p.default
             for name, p in inspect.signature(cls.__init__).parameters.items()
-            if p.kind is p.KEYWORD_ONLY and name not in hidden
+            if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
         }
+        common = {name: params.pop(name, default) for name, default in (extra or {}).items()}
         values: dict[str, Any] = {}
         for name, text in params.items():
             if name not in known:
-                allowed = ", ".join(known) or "none"
+                allowed = ", ".join((*known, *common)) or "none"
                 raise ConfigError(
                     f"{self.kind} {head!r} has no parameter {name!r}; it has: {allowed}"
                 )
             values[name] = self._convert(name, text, known[name], head)
-        return cls, values
+        return cls, values, common
+
+    def names(self) -> list[str]:
+        """What can be asked for by name, of all installed packages."""
+        return sorted(registered(self.group))
 
     def _split(self, spec: str) -> tuple[str, dict[str, str]]:
-        head, _, tail = spec.rpartition(":")
-        if not head or "=" not in tail:
+        """``module:Class:key=value`` -> (``module:Class``, {key: value})."""
+        before, sep, _ = spec.partition("=")
+        if not sep or ":" not in before:
             return spec.strip(), {}
+        head, _, _ = before.rpartition(":")
         params: dict[str, str] = {}
-        for item in tail.split(","):
+        for item in split_list(spec[len(head) + 1 :], f"{self.kind} {spec!r}"):
             name, sep, value = item.partition("=")
-            if not sep or not name.strip():
+            name, value = name.strip(), value.strip()
+            if not sep or not name:
                 raise ConfigError(f"{self.kind} {spec!r}: {item!r} is not of the form key=value")
-            params[name.strip()] = value.strip()
+            if name in params:
+                raise ConfigError(f"{self.kind} {spec!r}: {name} is given twice")
+            if value.startswith("(") and value.endswith(")"):
+                value = value[1:-1]
+            params[name] = value
         return head.strip(), params
 
     def _find(self, head: str, spec: str, base: type[T]) -> type[T]:
@@ -106,6 +122,22 @@ class Plugins:
                 f"{self.kind} {head!r}: {name}={text!r} is not of type {kind}"
             ) from None
         return text
+
+
+def split_list(text: str, what: str, separator: str = ",") -> list[str]:
+    """The items of a list, where a separator in parentheses separates nothing. ``what`` is named in errors."""
+    items, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == separator and not depth:
+            items.append("")
+        else:
+            items[-1] += letter
+    if depth:
+        raise ConfigError(f"{what}: the parentheses do not match")
+    return items
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def load_selector(spec: str) -> Callable[[], Selector]:
     Raises:
         ConfigError: unknown name, class or parameter, or a value that is not of the parameter's type.
     """
-    cls, values = _PLUGINS.load(spec, Selector)  # type: ignore[type-abstract]
+    cls, values, _ = _PLUGINS.load(spec, Selector)  # type: ignore[type-abstract]
     cls(**values)
     return lambda: cls(**values)
 

@@ -28,7 +28,7 @@ LAYERS = (
     ("cli",),
     ("demo",),
     ("integrations", "stress"),
-    ("session", "attention"),
+    ("session", "attention", "replay"),
     ("store",),
     ("trace", "cost"),
     ("tiers", "mover"),

@@ -12,6 +12,7 @@ from kvtier.cli.calibrate import add_calibrate, calibrate, calibrate_options
 from kvtier.cli.filters import add_filters, filter_options
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
 from kvtier.cli.plan_options import add_plan, plan_options
+from kvtier.cli.replay_options import add_replay, replay_options
 from kvtier.cli.stress_options import add_stress, stress_options
 from kvtier.errors import ConfigError, KvtierError
 
@@ -34,6 +35,7 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     add_run(commands)
     add_stress(commands)
     add_filters(commands)
+    add_replay(commands)
     return parser, dict(commands.choices)
 
 
@@ -69,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvtier.cli.filters import calibrate
 
             return calibrate(filters)
+        if args.command == "replay":
+            wanted = replay_options(args)
+            from kvtier.cli.replay import replay
+
+            return replay(wanted)
         options = run_options(args)
         # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

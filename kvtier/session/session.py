@@ -18,6 +18,7 @@ from kvtier.errors import ClosedError, ConfigError, IdentityError
 from kvtier.identity import ModelIdentity
 from kvtier.keys import KeyChain, Tokens, page_keys
 from kvtier.mover import events
+from kvtier.policy import ANONYMOUS, Request
 from kvtier.store.lease import Lease
 from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
@@ -33,6 +34,8 @@ class Session:
         name: shown in errors that say who holds pages.
         expect: how long the sequence will get, and the weights read beside it: what will be slow is said at
             once (``TieredStore.foresee``).
+        request: hints for the policies: to which conversation it belongs (by default to none but itself),
+            priority, time to live.
 
     Raises:
         IdentityError: the identity belongs to another layout or page size.
@@ -45,6 +48,7 @@ class Session:
         *,
         name: str = "session",
         expect: Expected | None = None,
+        request: Request = ANONYMOUS,
     ) -> None:
         if identity.layout_digest != store.layout.digest:
             raise IdentityError(
@@ -57,6 +61,9 @@ class Session:
         self.name = name
         self.page_tokens = store.layout.page_tokens
         self.owner = store.new_owner(name)
+        self.request = (
+            request if request.session is not None else request._replace(session=self.owner)
+        )
         #: Tokens and keys as far as the tokens are known; ``None`` once a token was not.
         self.chain: KeyChain | None = KeyChain(identity, self.page_tokens)
         #: Sealed pages in order, and the page that stands for the key of each.
@@ -95,7 +102,7 @@ class Session:
             )
         keys = page_keys(self.identity, tokens, self.page_tokens, extras)
         limit = (_count(tokens) - 1) // self.page_tokens
-        lease = self.store.match(keys[: max(0, limit)], timeout_s=timeout_s)
+        lease = self.store.match(keys[: max(0, limit)], request=self.request, timeout_s=timeout_s)
         try:
             length = len(lease) * self.page_tokens
             chain = KeyChain(self.identity, self.page_tokens)
@@ -184,7 +191,8 @@ class Session:
             written = self._written or self.store.device.compute_stream().record()
             page, public = self.store.seal(
                 self.tails[0], key=key, parent=self.public[-1] if self.public else None,
-                identity=self.identity.digest, written=written, owner=self.owner, timeout_s=timeout_s,
+                identity=self.identity.digest, written=written, owner=self.owner,
+                request=self.request, timeout_s=timeout_s,
             )  # fmt: skip
             self.tails.pop(0)
             self.pages.append(page)
@@ -233,7 +241,7 @@ class Session:
     def fork(self, *, name: str | None = None) -> Session:
         """A second continuation: sealed pages are shared, unsealed ones copied."""
         self.seal()
-        other = Session(self.store, self.identity, name=name or self.name)
+        other = Session(self.store, self.identity, name=name or self.name, request=self.request)
         self._end_lease()  # making room for the copies may have to move pages
         slots = self.store.take_tails(len(self.tails), owner=other.owner) if self.tails else []
         try:
@@ -250,10 +258,17 @@ class Session:
         other.length = self.length
         return other
 
-    def close(self) -> None:
-        """Give up all pages and slots. What is sealed stays in the store for others. Idempotent, in any state."""
+    def close(self, *, ended: bool = False) -> None:
+        """Give up all pages and slots. What is sealed stays in the store for others. Idempotent, in any state.
+
+        Args:
+            ended: the conversation is over too, and nobody will ask for its continuation; a policy may give
+                its pages up first.
+        """
         if self.closed:
             return
+        if ended and not self.store.closed:
+            self.store.end_session(self.request.session, [page.key for page in self.public])
         self._end_lease()
         self.store.give_tails(self.tails, self._last_work() if self.tails else [])
         self.tails = []

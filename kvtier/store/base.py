@@ -31,12 +31,15 @@ from kvtier.mover import deadline_after
 from kvtier.policy import ResidencyPolicy, load_policy
 from kvtier.store.directory import Directory
 from kvtier.store.foresight import Foresight
+from kvtier.store.hints import restore_policies, save_policies
 from kvtier.store.lease import Lease
 from kvtier.store.page import TIERS, Copy, Page
 from kvtier.store.placement import Placement
+from kvtier.store.recording import Recording
 from kvtier.store.stats import StoreStats
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.memory import SlotTier
+from kvtier.trace.record import Recorder
 from kvtier.units import format_size, parse_size
 
 WriteMode = Literal["write_back", "write_through"]
@@ -152,6 +155,10 @@ class StoreBase:
             )
             if disk_tier is not None:
                 self._register_disk(disk_tier)
+            self._set_up_policies(disk_tier)
+            self._recording = Recording(layout, self._placement.warn)
+            self._placement.mover.copied = self._recording.copied
+            self._recording.start_from_environment()
         except BaseException:
             if disk_tier is not None:
                 disk_tier.close()
@@ -170,6 +177,18 @@ class StoreBase:
             self._directory.add(page)
             self._placement.attach_disk(page, arriving=False)
         self._directory.stats["disk"].pages_in = 0
+
+    def _set_up_policies(self, disk: DiskTier | None) -> None:
+        """Tell each policy the size of its tier, and give it back what it had learnt."""
+        policies = self._directory.policies
+        for tier, slots in self._placement.slots.items():
+            policies[tier].resize(slots.capacity_pages)
+        if disk is not None:
+            policies["disk"].resize(
+                max(1, disk.live_capacity_bytes // self._placement.stored_bytes)
+            )
+            for text in restore_policies(policies, disk):
+                self._placement.warn(text)
 
     @property
     def closed(self) -> bool:
@@ -266,7 +285,7 @@ class StoreBase:
                 for page, copy in zip(reversed(lease.pages), reversed(lease.copies), strict=True):
                     if lease.last_read is not None and copy.slot is not None:
                         copy.was_read(lease.last_read[1])
-                    self._placement.unhold(page, copy)
+                    self._placement.unhold(page, copy, used=True)
 
     # ------------------------------------------------------------------ whole store
 
@@ -279,6 +298,28 @@ class StoreBase:
             The load with its estimate; None on a card that the table does not have.
         """
         return self._foresight.tell(expected, stacklevel=stacklevel + 1)
+
+    def record(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        operations: bool = False,
+        salted: bool = False,
+        wait_s: float = 0.0,
+    ) -> Recorder:
+        """Record the traffic to a new file, until the recorder or the store is closed, for ``kvtier replay``.
+        See ``docs/trace-format.md``.
+
+        Args:
+            operations: also the copies between tiers, with their bytes and times.
+            salted: disguise the keys, so that nobody who knows a prompt can look for it in the file.
+            wait_s: how long a call may wait for a disk that is too slow, before its record is dropped and counted.
+
+        Raises:
+            ConfigError: the file exists or cannot be created, or the store is recorded already.
+        """
+        with self._locked(None):
+            return self._recording.start(path, operations=operations, salted=salted, wait_s=wait_s)
 
     def poll(self) -> None:
         """Handle copies and writes that have ended; never waits for them."""
@@ -390,6 +431,7 @@ class StoreBase:
             except KvtierError as error:
                 dropped.append(str(error))
             self._closed = True
+            dropped += self._recording.close(max(1.0, deadline - _now()))
             try:
                 self.device.synchronize(max(1.0, deadline - _now()))
                 ended = True
@@ -399,6 +441,7 @@ class StoreBase:
             except KvtierError:
                 ended = True  # work that failed has ended, and was reported
             if self._placement.disk is not None:
+                dropped += save_policies(self._directory.policies, self._placement.disk)
                 dropped += self._close_disk(self._placement.disk, deadline)
             if ended:
                 for slots in (*self._placement.slots.values(), self._placement.bounce):

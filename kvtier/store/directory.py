@@ -7,9 +7,10 @@ a copy that becomes resident is inserted, a copy that is held is pinned, a copy 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import cast
 
-from kvtier.policy import ResidencyPolicy
+from kvtier.policy import ANONYMOUS, Request, ResidencyPolicy
 from kvtier.store.page import TIERS, Copy, Page
 from kvtier.store.stats import TierStats
 
@@ -69,12 +70,13 @@ class Directory:
         copy.arriving = False
         self._resident(page, copy)
 
-    def detach(self, page: Page, copy: Copy) -> None:
-        """A copy is gone. Forgets the page with its last copy, unless somebody owns it and has to be told."""
+    def detach(self, page: Page, copy: Copy, *, evicted: bool = False) -> None:
+        """A copy is gone, ``evicted`` to make room. Forgets the page with its last copy, unless somebody
+        owns it and has to be told."""
         del page.copies[copy.tier]
         self.counts[copy.tier] -= 1
         if not copy.arriving:
-            self.policies[copy.tier].remove(page.key)
+            self.policies[copy.tier].remove(page.key, evicted=evicted)
             self.stats[copy.tier].pages_out += 1
         self._forget(page)
 
@@ -93,11 +95,12 @@ class Directory:
         if copy.holds == 1 and not copy.arriving:
             self.policies[copy.tier].pin(page.key)
 
-    def unhold(self, page: Page, copy: Copy) -> None:
+    def unhold(self, page: Page, copy: Copy, *, used: bool = False) -> None:
+        """One reason less; ``used`` if it was somebody's use of the page, not only a move."""
         copy.holds -= 1
         assert copy.holds >= 0
         if copy.holds == 0 and not copy.arriving and page.copies.get(copy.tier) is copy:
-            self.policies[copy.tier].unpin(page.key)
+            self.policies[copy.tier].unpin(page.key, used=used)
 
     def own(self, page: Page, owner: str) -> None:
         """``owner`` needs the page; it may move from now on but not be dropped."""
@@ -114,10 +117,29 @@ class Directory:
             self.unhold(page, page.copies[self.floor])
         self._forget(page)
 
-    def touch(self, keys: Sequence[bytes], mass: Sequence[float] | None = None) -> None:
-        """A request used these pages, root first; ``mass`` is the share of attention each received."""
+    def use(
+        self,
+        keys: Sequence[bytes],
+        mass: Sequence[float] | None = None,
+        request: Request = ANONYMOUS,
+    ) -> None:
+        """A request used these pages, root first; see ``ResidencyPolicy.use``."""
         for policy in self.policies.values():
-            policy.touch(keys, mass)
+            policy.use(keys, mass, request)
+        for key in keys:
+            page = self.pages.get(key)
+            if page is not None:
+                page.request = request
+
+    def session_ended(self, keys: Sequence[bytes], session: Hashable) -> None:
+        """A session needs these pages, root first, no more."""
+        for policy in self.policies.values():
+            policy.session_ended(keys, session)
+
+    def victim(self, tier: str) -> Page | None:
+        """The page that the policy of a tier gives up next, ``None`` if none may go."""
+        key = self.policies[tier].victim()
+        return None if key is None else self.pages[cast(bytes, key)]
 
     def holders(self, tier: str) -> dict[str, int]:
         """Who keeps pages of a tier: owner -> pages. Walks the directory; for error messages."""
@@ -156,7 +178,7 @@ class Directory:
         return sorted(order, key=lambda p: -p.depth)
 
     def _resident(self, page: Page, copy: Copy) -> None:
-        self.policies[copy.tier].insert(page.facts(self.page_bytes))
+        self.policies[copy.tier].insert(page.facts(self.page_bytes), page.request)
         self.stats[copy.tier].pages_in += 1
         if copy.holds:
             self.policies[copy.tier].pin(page.key)

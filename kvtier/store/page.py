@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.devices.base import Event
-from kvtier.policy import PageFacts
+from kvtier.policy import ANONYMOUS, PageFacts, Request
 from kvtier.tiers.memory import Slot
 
 #: Fastest first. A page moves down when it is evicted and up when it is needed.
@@ -60,6 +60,7 @@ class Page:
         owners: sessions that need the page to stay somewhere; it may move, but is never dropped.
         torn: its record on disk was lost or could not be written, while its suffix may be on disk. It is
             written again when it is evicted or flushed.
+        request: the request that used it last, for the policy of a tier that it moves to.
     """
 
     key: bytes
@@ -70,6 +71,7 @@ class Page:
     copies: dict[str, Copy] = field(default_factory=dict)
     owners: Counter[str] = field(default_factory=Counter)
     torn: bool = False
+    request: Request = ANONYMOUS
 
     def facts(self, nbytes: int) -> PageFacts:
         return PageFacts(self.key, self.parent, self.depth, nbytes)

@@ -9,6 +9,7 @@ only there does the directory change. The layers below, each a file: ``Residence
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -135,7 +136,10 @@ class Placement(Room):
 
     def _read_record(self, page: Page, out: np.ndarray) -> bool:
         assert self.disk is not None
-        if self.disk.read(page.key, out):
+        began = time.monotonic()
+        good = self.disk.read(page.key, out)
+        self.mover.copied("disk->host", len(out), began, began, failed=not good)
+        if good:
             self.mover.links["disk->host"].add(len(out))
             return True
         self.damaged += 1

@@ -100,7 +100,7 @@ class Residence:
             self._leaving[copy.tier] -= 1
             self.directory.unhold(page, copy)
             if copy.holds == 0 and ready:
-                self.drop_copy(page, copy)
+                self.drop_copy(page, copy, evicted=True)
         self.reap(page)
 
     @staticmethod
@@ -110,9 +110,9 @@ class Residence:
 
     # ------------------------------------------------------------------ holding
 
-    def unhold(self, page: Page, copy: Copy) -> None:
-        """One reason less to keep a copy; lets go of what only waited for that."""
-        self.directory.unhold(page, copy)
+    def unhold(self, page: Page, copy: Copy, *, used: bool = False) -> None:
+        """One reason less to keep a copy (see ``Directory.unhold``); lets go of what only waited for that."""
+        self.directory.unhold(page, copy, used=used)
         self.settle(page)
 
     def disown(self, page: Page, owner: str) -> None:
@@ -136,16 +136,16 @@ class Residence:
             return False
         return page.ephemeral or self.directory.orphan(page)
 
-    def drop_copy(self, page: Page, copy: Copy) -> None:
-        """Remove a copy that nothing holds."""
+    def drop_copy(self, page: Page, copy: Copy, *, evicted: bool) -> None:
+        """Remove a copy that nothing holds; ``evicted`` if it has to make room."""
         assert not copy.holds
         assert not copy.arriving
-        self._detach(page, copy)
+        self._detach(page, copy, evicted=evicted)
         if copy.tier == "disk":
             assert self.disk is not None
             self.disk.delete([page.key])
 
-    def drop_page(self, page: Page) -> bool:
+    def drop_page(self, page: Page, *, evicted: bool = False) -> bool:
         """Remove a page from all tiers, after the pages below it, which are of no use without it.
         False, and nothing done, if one of them is held or owned."""
         if page.kept:
@@ -155,7 +155,7 @@ class Residence:
             return False
         for p in doomed:
             for copy in list(p.copies.values()):
-                self.drop_copy(p, copy)
+                self.drop_copy(p, copy, evicted=evicted)
         return True
 
     def lose(self, page: Page, tier: str) -> None:
@@ -167,8 +167,8 @@ class Residence:
         self._detach(page, copy)
         self.lost += not page.copies
 
-    def _detach(self, page: Page, copy: Copy) -> None:
-        self.directory.detach(page, copy)
+    def _detach(self, page: Page, copy: Copy, *, evicted: bool = False) -> None:
+        self.directory.detach(page, copy, evicted=evicted)
         if copy.slot is not None:
             self.slots[copy.tier].give(copy.slot, events([copy.written], copy.reads))
         else:

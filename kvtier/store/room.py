@@ -48,9 +48,8 @@ class Room(Writes):
                     self._let_go(waiting)
                 begun = self._still_leaving(begun, failed)
                 if pages - slots.free_pages - self._leaving[tier] > 0:
-                    key = self.directory.policies[tier].victim()
-                    if key is not None:
-                        page = self.directory.pages[key]
+                    page = self.directory.victim(tier)
+                    if page is not None:
                         copy = page.copies[tier]
                         if not self._evict(page, tier, deadline):
                             if page.copies.get(tier) is copy:
@@ -72,7 +71,7 @@ class Room(Writes):
             return True
         finally:
             self._let_go(waiting)
-            self._let_go(failed)
+            self._let_go(failed, used=True)
 
     def _still_leaving(self, begun: Held, failed: Held) -> Held:
         """What of the evictions that were begun is still under way. A page that did not get down is
@@ -83,14 +82,15 @@ class Room(Writes):
                 continue
             if copy.leaving:
                 rest.append((page, copy))
-            elif not copy.holds and (page.owners or not self.drop_page(page)):
+            elif not copy.holds and (page.owners or not self.drop_page(page, evicted=True)):
                 self.directory.hold(page, copy)
                 failed.append((page, copy))
         return rest
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: Held, *, used: bool = False) -> None:
+        """Let the policy have these again; with ``used`` it names them last, for they were tried."""
         while held:
-            self.unhold(*held.pop())
+            self.unhold(*held.pop(), used=used)
 
     def withhold(self, tier: str, nbytes: int, deadline: float) -> None:
         """Shrink a slot tier by ``nbytes``, in whole pages, or let it grow again. Raises as ``ensure``."""
@@ -147,7 +147,7 @@ class Room(Writes):
         copy = page.copies.get(tier)
         if copy is None:
             return True
-        return not copy.holds and not page.owners and self.drop_page(page)
+        return not copy.holds and not page.owners and self.drop_page(page, evicted=True)
 
     def push_down(self, page: Page, tier: str, deadline: float) -> bool:
         """Begin to remove a page from a slot tier without losing it. Other copies may end
@@ -162,7 +162,7 @@ class Room(Writes):
         below = self.below(page, tier)
         above = page.copies.get("vram") if tier == "host" else None
         if any(not c.arriving for c in below) or (above is not None and not above.arriving):
-            self.drop_copy(page, copy)
+            self.drop_copy(page, copy, evicted=True)
             return True
         if below:
             self.leave(page, copy)

@@ -8,7 +8,9 @@ from typing import cast
 
 from kvtier.devices.base import Event
 from kvtier.errors import PageLostError
+from kvtier.policy import ANONYMOUS, Request
 from kvtier.store.base import StoreBase
+from kvtier.store.hints import stamped
 from kvtier.store.page import Copy, Page
 from kvtier.tiers.memory import Slot
 
@@ -81,6 +83,7 @@ class SessionPages(StoreBase):
         identity: bytes,
         written: Event,
         owner: str,
+        request: Request = ANONYMOUS,
         timeout_s: float | None = None,
     ) -> tuple[Page, Page]:
         """Turn a full slot into a page and start its write-through.
@@ -90,6 +93,7 @@ class SessionPages(StoreBase):
 
         Args:
             written: event of the last write into the slot.
+            request: hints for the policies.
 
         Returns:
             The page that holds these bytes, and the page that stands for the key (the same one, unless the key
@@ -101,8 +105,10 @@ class SessionPages(StoreBase):
             copy = Copy("vram", slot, written=written)
             if known is not None and not known.copies:
                 # Its bytes were lost, but somebody still owns it: these are as good.
+                known.request = stamped(request)
                 self._directory.own(known, owner)
                 self._directory.attach(known, copy)
+                self._recording.stored(known.key, known.parent)
                 self._write_through(known, deadline)
                 return known, known
             private = key is None or known is not None
@@ -113,12 +119,14 @@ class SessionPages(StoreBase):
                 identity,
                 ephemeral=private,
             )
+            page.request = stamped(request)
             self._directory.add(page)
             self._directory.own(page, owner)
             self._directory.attach(page, copy)
             if known is not None:
                 self._directory.own(known, owner)
             elif not private:
+                self._recording.stored(page.key, page.parent)
                 self._write_through(page, deadline)
             return page, known or page
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.mover import write_host
+from kvtier.policy import ANONYMOUS, Request
+from kvtier.store.hints import stamped
 from kvtier.store.lease import Lease
 from kvtier.store.page import Copy, Page
 from kvtier.store.sessions import SessionPages
@@ -48,6 +50,7 @@ class TieredStore(SessionPages):
         *,
         parent: bytes | None = None,
         identity: bytes = b"",
+        request: Request = ANONYMOUS,
         timeout_s: float | None = None,
     ) -> bool:
         """Store a sealed page from host memory. It goes to host RAM (to VRAM where there is no host tier) and, with
@@ -58,6 +61,7 @@ class TieredStore(SessionPages):
             data: uint8 ``[page_bytes]``, contiguous, on the CPU; copied before this returns.
             parent: key of the page before it, which must be in the store; ``None`` for a first page.
             identity: digest of the model identity, kept with the page.
+            request: hints for the policies, as in ``match``.
 
         Returns:
             False if the key was there already (it then counts as used).
@@ -84,7 +88,8 @@ class TieredStore(SessionPages):
         with self._locked(timeout_s) as deadline:
             known = self._directory.get(key)
             if known is not None and known.copies:
-                self._directory.touch([key])
+                self._directory.use([key], request=stamped(request))
+                self._recording.stored(key, known.parent)
                 return False
             above = self._directory.get(parent) if parent is not None else None
             if parent is not None and (above is None or not above.copies):
@@ -99,7 +104,9 @@ class TieredStore(SessionPages):
                 if page is None:
                     page = Page(key, parent, 0 if above is None else above.depth + 1, identity)
                     self._directory.add(page)
+                page.request = stamped(request)
                 self._directory.attach(page, copy)
+                self._recording.stored(key, parent)
                 self._write_through(page, deadline)
             return True
 
@@ -119,7 +126,12 @@ class TieredStore(SessionPages):
         return Copy(tier, slot)
 
     def match(
-        self, keys: Sequence[bytes], *, promote: bool = True, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        promote: bool = True,
+        request: Request = ANONYMOUS,
+        timeout_s: float | None = None,
     ) -> Lease:
         """Lease the longest prefix of ``keys`` that is stored. Close the lease when done.
 
@@ -127,6 +139,10 @@ class TieredStore(SessionPages):
         ``promote`` they, and pages in host RAM, are brought up as far as there is room (free room in VRAM; in
         host RAM also that of colder pages), the rest stays leased where it is. The first page that is missing or
         damaged ends the prefix.
+
+        Args:
+            request: hints for the policies: session, priority, time to live, when the next use is expected
+                (in seconds of ``time.monotonic``).
         """
         with self._locked(timeout_s) as deadline:
             pages: list[Page] = []
@@ -137,6 +153,8 @@ class TieredStore(SessionPages):
                     break
                 pages.append(page)
             lease = self._hold(pages)
+            # Before pages come up: to the tiers above that is their first use, not a second one.
+            self._directory.use(lease.keys, request=stamped(request))
             try:
                 good = self._bring_up(lease, promote, deadline)
                 for copy in lease.copies[:good]:
@@ -152,12 +170,19 @@ class TieredStore(SessionPages):
             self._stats.lookups += 1
             self._stats.lookup_pages += len(keys)
             self._stats.hit_pages += len(lease)
-            self._directory.touch(lease.keys)
+            self._recording.lookup(keys, len(lease), request)
             return lease
 
-    def prefetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
-        """Bring a stored prefix up the tiers and keep nothing pinned; the number of pages found."""
-        with self.match(keys, timeout_s=timeout_s) as lease:
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        request: Request = ANONYMOUS,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Bring a stored prefix up the tiers and keep nothing pinned; the number of pages found. ``request``
+        as in ``match``."""
+        with self.match(keys, request=request, timeout_s=timeout_s) as lease:
             return len(lease)
 
     def raise_pages(
@@ -179,10 +204,31 @@ class TieredStore(SessionPages):
             self._placement.drain(deadline)
             return sum(tier in page.copies for page in pages)
 
-    def attended(self, keys: Sequence[bytes], mass: Sequence[float]) -> None:
-        """Tell the policies what share of attention (0..1) pages received, given from the root of their sequence on."""
+    def attended(
+        self,
+        keys: Sequence[bytes],
+        mass: Sequence[float] | None = None,
+        *,
+        request: Request = ANONYMOUS,
+    ) -> None:
+        """A step read these pages, root first: tell the policies. Keys that are not stored are skipped.
+
+        Args:
+            mass: the share of attention (0..1) that each page received, where it was measured.
+            request: as in ``match``.
+
+        Raises:
+            KvtierError: ``mass`` is not one finite share >= 0 a key.
+        """
         with self._locked(None):
-            self._directory.touch(keys, mass)
+            self._directory.use(keys, mass, stamped(request))
+
+    def end_session(self, session: Hashable, keys: Sequence[bytes]) -> None:
+        """The session that used these pages, root first, asks for nothing more. The pages stay; a policy that
+        cares for sessions may give them up first."""
+        with self._locked(None):
+            self._directory.session_ended(keys, session)
+            self._recording.session_ended(keys, session)
 
     def contains(self, key: bytes) -> bool:
         """Whether a page is stored. A question, not a promise; it does not count as use."""
@@ -211,11 +257,13 @@ class TieredStore(SessionPages):
         """
         with self._locked(timeout_s) as deadline:
             self._placement.drain(deadline)
-            gone = 0
+            gone = []
             for key in dict.fromkeys(keys):
                 page = self._directory.get(key)
-                gone += page is not None and (not page.copies or self._placement.drop_page(page))
-            return gone
+                if page is not None and (not page.copies or self._placement.drop_page(page)):
+                    gone.append(key)
+            self._recording.removed(gone)
+            return len(gone)
 
     # ------------------------------------------------------------------ inside
 

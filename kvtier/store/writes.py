@@ -8,10 +8,11 @@ which they began, so a prefix is never behind its suffix.
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.devices.base import Device
 from kvtier.errors import (
@@ -39,6 +40,7 @@ class Write:
         release: lets go of that memory.
         above: the disk copy of its prefix, held until the write has ended.
         copied: the bytes are in ``slot``.
+        asked, began: when it was begun, and handed to the disk tier (``time.monotonic``).
     """
 
     page: Page
@@ -47,6 +49,8 @@ class Write:
     release: Callable[[], None]
     above: tuple[Page, Copy] | None
     copied: bool
+    asked: float = field(default_factory=time.monotonic)
+    began: float = 0.0
 
 
 class Writes(Residence):
@@ -237,6 +241,7 @@ class Writes(Residence):
                 self._ended(write, error)
                 continue
             self._writes.popleft()
+            write.began = time.monotonic()
             self._unacknowledged += 1
             future.add_done_callback(_reporter(self._acks, write))
 
@@ -249,6 +254,14 @@ class Writes(Residence):
 
     def _ended(self, write: Write, error: BaseException | None) -> None:
         write.release()
+        if write.began:
+            self.mover.copied(
+                "host->disk",
+                self.directory.page_bytes,
+                write.asked,
+                write.began,
+                failed=error is not None,
+            )
         if error is None:
             self.mover.links["host->disk"].add(self.directory.page_bytes)
             self.landed(write.page, write.target, None)
@@ -266,14 +279,13 @@ class Writes(Residence):
         stuck: list[tuple[Page, Copy]] = []
         try:
             while self.disk_bytes + self.stored_bytes > self.disk.live_capacity_bytes:
-                key = self.directory.policies["disk"].victim()
-                if key is None:
+                page = self.directory.victim("disk")
+                if page is None:
                     return False
-                page = self.directory.pages[key]
                 copy = page.copies["disk"]
                 if any(c is not copy and not c.arriving for c in page.copies.values()):
-                    self.drop_copy(page, copy)
-                elif not self.drop_page(page):
+                    self.drop_copy(page, copy, evicted=True)
+                elif not self.drop_page(page, evicted=True):
                     self.directory.hold(page, copy)
                     stuck.append((page, copy))
             return True
