@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
+from kvtier.cli.store_options import add_store, store_options
 from kvtier.cli.stress_options import add_stress, stress_options
 from kvtier.errors import ConfigError, KvtierError
 
@@ -28,6 +29,7 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add_run(commands)
     add_stress(commands)
+    add_store(commands)
     return parser, dict(commands.choices)
 
 
@@ -50,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvtier.cli.stress import stress
 
             return stress(checked)
+        if args.command == "store":
+            asked = store_options(args)
+            from kvtier.cli.store import store
+
+            return store(asked)
         options = run_options(args)
         # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

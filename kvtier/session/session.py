@@ -46,6 +46,7 @@ class Session:
         self.name = name
         self.page_tokens = store.layout.page_tokens
         self.owner = store.new_owner(name)
+        store.describe_identity(identity)
         #: Tokens and keys as far as the tokens are known; ``None`` once a token was not.
         self.chain: KeyChain | None = KeyChain(identity, self.page_tokens)
         #: Sealed pages in order, and the page that stands for the key of each.

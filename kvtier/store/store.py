@@ -31,6 +31,7 @@ class TieredStore(SessionPages):
         disk_write: the same for the disk. ``write_through`` (the default) lets a page survive a crash as soon
             as its write is acknowledged; ``write_back`` writes it on eviction, ``flush`` or ``close``.
         durability: ``durable`` or ``relaxed``; see ``kvtier.tiers.disk``.
+        disk_payload: ``slab`` or ``inline``, where pages on disk are kept; see ``kvtier.tiers.disk``.
         timeout_s: deadline of every call that does not get its own.
         check: recount all books after every operation (slow; for tests and debugging).
 
@@ -82,7 +83,7 @@ class TieredStore(SessionPages):
         with self._locked(timeout_s) as deadline:
             known = self._directory.get(key)
             if known is not None and known.copies:
-                self._directory.touch([key])
+                self._touch([key])
                 return False
             above = self._directory.get(parent) if parent is not None else None
             if parent is not None and (above is None or not above.copies):
@@ -150,7 +151,7 @@ class TieredStore(SessionPages):
             self._stats.lookups += 1
             self._stats.lookup_pages += len(keys)
             self._stats.hit_pages += len(lease)
-            self._directory.touch(lease.keys)
+            self._touch(lease.keys)
             return lease
 
     def prefetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
@@ -204,6 +205,12 @@ class TieredStore(SessionPages):
             yield
         finally:
             self._placement.disown(page, "put")
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """A request used these pages, root first."""
+        self._directory.touch(keys)
+        if self._placement.disk is not None:
+            self._placement.disk.touch(keys)
 
     def _bring_up(self, lease: Lease, promote: bool, deadline: float) -> int:
         """Read the lease's pages that are only on disk, and start to bring up what has room; the
