@@ -1,7 +1,8 @@
 """Small operations under pytest-benchmark: ``pytest bench/micro.py --benchmark-only``.
 
 For comparing two versions on one machine (``--benchmark-save``, ``--benchmark-compare``); absolute numbers say
-little. What the store costs beside its limits is printed by ``bench/store.py``.
+little. What the store and its disk cost beside their limits is printed by ``bench/store.py`` and
+``bench/disk.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from kvtier.keys import page_keys
 from kvtier.layout import LayerLayout, PageLayout
 from kvtier.policy import PageFacts, load_policy
 from kvtier.store.store import TieredStore
+from kvtier.tiers.disk import DiskTier
 
 IDENTITY = b"i" * 32
 LAYOUT = PageLayout([LayerLayout.attention(4, 64, "float16")] * 8, page_tokens=16)
@@ -91,3 +94,65 @@ def test_read_a_page(benchmark: Any, store: TieredStore) -> None:
     out = torch.empty(LAYOUT.page_bytes, dtype=torch.uint8)
     with store.match(keys) as lease:
         benchmark(lease.read, PAGES - 1, out)
+
+
+# ---------------------------------------------------------------- the disk tier alone
+
+DISK_PAGE = 512 * 1024
+
+
+@pytest.fixture(params=["slab", "inline"])
+def full_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[DiskTier, int]]:
+    """A full tier, and the number of its pages; their keys are ``disk_key(0)`` and so on."""
+    with DiskTier(
+        tmp_path,
+        layout_digest=b"bench",
+        page_bytes=DISK_PAGE,
+        plane_ranges=[(0, DISK_PAGE)],
+        capacity_bytes=64 << 20,
+        payload=request.param,
+    ) as tier:
+        count = tier.live_capacity_bytes // tier.stored_bytes_of(DISK_PAGE)
+        for number in range(count):
+            disk_put(tier, number)
+        tier.flush()
+        yield tier, count
+
+
+def disk_key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def disk_put(tier: DiskTier, number: int) -> Any:
+    data = np.zeros(DISK_PAGE, np.uint8)
+    return tier.put(disk_key(number), parent=None, depth=0, identity=IDENTITY, data=data)
+
+
+def test_disk_put_again(benchmark: Any, full_tier: tuple[DiskTier, int]) -> None:
+    tier, count = full_tier
+    numbers = itertools.cycle(range(count))
+    benchmark(lambda: disk_put(tier, next(numbers)).result())
+
+
+def test_disk_get(benchmark: Any, full_tier: tuple[DiskTier, int]) -> None:
+    tier, count = full_tier
+    numbers, out = itertools.cycle(range(count)), np.zeros(DISK_PAGE, np.uint8)
+    assert benchmark(lambda: tier.read(disk_key(next(numbers)), out))
+
+
+def test_disk_lookup(benchmark: Any, full_tier: tuple[DiskTier, int]) -> None:
+    tier, count = full_tier
+    key = disk_key(count - 1)
+    assert benchmark(lambda: key in tier)
+
+
+def test_disk_evict_and_put(benchmark: Any, full_tier: tuple[DiskTier, int]) -> None:
+    tier, count = full_tier
+    oldest = itertools.count()
+
+    def turn() -> None:
+        number = next(oldest)
+        tier.delete([disk_key(number)])
+        disk_put(tier, number + count).result()
+
+    benchmark(turn)

@@ -11,14 +11,19 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from kvtier.errors import IdentityError
 from kvtier.layout import LAYOUT_VERSION
 
 #: A content digest shorter than this is not accepted: two contents might collide.
 MIN_CONTENT_DIGEST = 16
+
+#: What the digest of a tenant's salt begins with.
+TENANT_DIGEST = "blake2b:"
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,48 @@ class ModelIdentity:
         out["adapters"] = [{"digest": a.digest.hex(), "scale": a.scale} for a in self.adapters]
         out["digest"] = self.digest.hex()
         return out
+
+    def describe_openly(self) -> dict[str, object]:
+        """As ``describe``, but of the tenant's salt only a digest: for places that others may read."""
+        out = self.describe()
+        out["tenant"] = tenant_digest(self.tenant)
+        return out
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> ModelIdentity:
+        """The identity that ``describe`` gave.
+
+        Raises:
+            IdentityError: it is not a description, was altered, or is of another version.
+        """
+        values = dict(description)
+        try:
+            digest = values.pop("digest")
+            for name in ("weights_digest", "layout_digest"):
+                values[name] = bytes.fromhex(values[name])
+            values["adapters"] = tuple(
+                AdapterIdentity(bytes.fromhex(adapter["digest"]), adapter["scale"])
+                for adapter in values["adapters"]
+            )
+            identity = cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise IdentityError(
+                f"the description of the model identity is incomplete or of another version ({error})"
+            ) from error
+        if identity.digest.hex() != digest:
+            raise IdentityError(
+                "the description of the model identity does not give the digest it names; "
+                "it was altered, or made by another version of kvtier"
+            )
+        return identity
+
+
+def tenant_digest(tenant: str) -> str:
+    """What stands for a tenant's salt where others may read; empty for none."""
+    if not tenant:
+        return ""
+    salt = tenant.encode("utf-8", "surrogatepass")
+    return TENANT_DIGEST + hashlib.blake2b(salt, digest_size=16).hexdigest()
 
 
 _TEXT = (

@@ -14,10 +14,10 @@ move, are stored and are checked with it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from kvtier.errors import LayoutError
 
@@ -294,6 +294,36 @@ class PageLayout:
             n = tokens if layer.window is None else min(tokens, layer.window)
             bits += n * (layer.k_token_bits + layer.v_token_bits)
         return bits // 8 + sum(layer.state_bytes for layer in self.layers)
+
+    def describe(self) -> dict[str, Any]:
+        """The layout as plain data for JSON; ``from_description`` makes it again. Last the digest."""
+        out = {field.name: getattr(self, field.name) for field in fields(self)}
+        out["layers"] = [asdict(layer) for layer in self.layers]
+        out["digest"] = self.digest.hex()
+        return out
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> PageLayout:
+        """The layout that ``describe`` gave.
+
+        Raises:
+            LayoutError: it is not a description, was altered, or is of another version.
+        """
+        values = dict(description)
+        try:
+            digest = values.pop("digest")
+            layers = [LayerLayout(**layer) for layer in values.pop("layers")]
+            layout = cls(layers, **values)
+        except (KeyError, TypeError) as error:
+            raise LayoutError(
+                f"the description of the page layout is incomplete or of another version ({error})"
+            ) from error
+        if layout.digest.hex() != digest:
+            raise LayoutError(
+                "the description of the page layout does not give the digest it names; "
+                "it was altered, or made by another version of kvtier"
+            )
+        return layout
 
     @cached_property
     def digest(self) -> bytes:

@@ -174,7 +174,9 @@ class MQ(ResidencyPolicy):
         for level, queue in enumerate(self._queues):
             queue.check()
             assert all(self._nodes[key].level == level for key in queue), "a page is misplaced"
-        assert not any(key in self.pages for key in self._ghosts), "a page here is remembered as gone"
+        assert not any(key in self.pages for key in self._ghosts), (
+            "a page here is remembered as gone"
+        )
 
     def _sink(self) -> None:
         """The coldest page of each queue sinks by one if its time is over."""
@@ -195,7 +197,6 @@ class MQ(ResidencyPolicy):
             if key is not None:
                 soonest = min(soonest, self._nodes[key].expires)
         self._next_sink = soonest
-
 
     def _measure(self) -> None:
         """Take the most frequent distance as lifetime."""

@@ -141,6 +141,8 @@ class S3FIFO(ResidencyPolicy):
         small, main = set(self._small), set(self._main)
         assert not small & main, "a page is in both queues"
         assert small | main == self.pages.keys() == self._uses.keys(), "the queues have other pages"
-        assert not any(key in self.pages for key in self._ghosts), "a page here is remembered as gone"
+        assert not any(key in self.pages for key in self._ghosts), (
+            "a page here is remembered as gone"
+        )
         self._small.check()
         self._main.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,9 @@ from kvtier.layout import LayerLayout, PageLayout
 from kvtier.store.store import TieredStore
 from kvtier.tiers.lmdb_file import piece_key
 from kvtier.tiers.lmdb_room import Room
-from kvtier.tiers.record import PageShape
+from kvtier.tiers.page_shape import PageShape
+from kvtier.tiers.payload import Payload
+from kvtier.tiers.slab_room import plan_slab
 
 LAYOUT = PageLayout([LayerLayout.attention(1, 4, "float32")] * 2, page_tokens=4)
 PAGE = LAYOUT.page_bytes
@@ -43,13 +46,14 @@ IDENTITY = ModelIdentity(
 )
 
 
-def disk_bytes_for(pages: int) -> int:
+def disk_bytes_for(pages: int, payload: Payload = "inline") -> int:
     """The smallest capacity of a disk tier that holds ``pages`` pages of LAYOUT."""
+    plan = plan_slab if payload == "slab" else Room.plan
     shape = PageShape(PAGE, [(p.offset, p.nbytes) for p in LAYOUT.planes if p is not None])
 
     def held(capacity: int) -> int:
         try:
-            room = Room.plan(
+            room = plan(
                 capacity_bytes=capacity, batch_bytes=16 << 20, psize=mmap.PAGESIZE, shape=shape
             )
         except ValueError:
@@ -73,12 +77,14 @@ class Config:
     host_write: Literal["write_back", "write_through"] = "write_back"
     disk_write: Literal["write_back", "write_through"] = "write_through"
     policy: str = "kvtier.policies.lru:LRU"
+    payload: Payload = "inline"
 
     @property
     def pages(self) -> dict[str, int]:
         return {"vram": self.vram, "host": self.host, "disk": self.disk}
 
 
+PLACEMENTS: tuple[Payload, ...] = ("inline", "slab")
 WRITES: Any = st.sampled_from(["write_back", "write_through"])
 # By class: looking names up among the installed packages takes longer than most tests.
 POLICIES = st.sampled_from(["kvtier.policies.lru:LRU", "kvtier.policies.mass:Mass:half_life=4"])
@@ -94,10 +100,15 @@ def configs(*, vram: int = 2, disks: Sequence[int] = (0, 3, 60)) -> st.SearchStr
         host_write=WRITES,
         disk_write=WRITES,
         policy=POLICIES,
+        payload=st.sampled_from(PLACEMENTS),
     )
 
 
-_DISK_BYTES = {pages: disk_bytes_for(pages) for pages in (1, 2, 3, 4, 8, 60)}
+_DISK_BYTES = {
+    (pages, payload): disk_bytes_for(pages, payload)
+    for pages in (1, 2, 3, 4, 8, 60)
+    for payload in PLACEMENTS
+}
 
 
 def device(faults: Faults | None = None, **options: Any) -> EmulatedDevice:
@@ -107,7 +118,7 @@ def device(faults: Faults | None = None, **options: Any) -> EmulatedDevice:
 def open_store(
     config: Config, on: EmulatedDevice, folder: Path | str | None = None, **options: Any
 ) -> TieredStore:
-    disk = _DISK_BYTES[config.disk] if config.disk else 0
+    disk = _DISK_BYTES[config.disk, config.payload] if config.disk else 0
     options.setdefault("durability", "relaxed")
     options.setdefault("check", True)
     return TieredStore(
@@ -118,6 +129,7 @@ def open_store(
         disk=disk,
         path=folder if disk else None,
         policy=config.policy,
+        disk_payload=config.payload,
         host_write=config.host_write,
         disk_write=config.disk_write,
         **options,
@@ -196,14 +208,23 @@ def damage(store: TieredStore, key: bytes) -> bool:
     disk = store._placement.disk
     if disk is None or key not in disk:
         return False
+    entry = next((entry for entry in disk.entries() if entry.key == key), None)
+    if entry is None:
+        return False
+    if entry.payload == "slab":
+        with open(disk.path / f"pages-{entry.segment:05d}.slab", "r+b") as file:
+            at = entry.slot * disk.info.slot_bytes + entry.nbytes // 2
+            (byte,) = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        return True
     with disk._commits.lock, disk._file.writing() as txn:
-        at = piece_key(key, 0)
-        value = txn.get(at, db=disk._file.pages)
+        at_piece = piece_key(key, 0)
+        value = txn.get(at_piece, db=disk._file.pages)
         if value is None:
             return False
         raw = bytearray(value)
         raw[len(raw) // 2] ^= 1
-        txn.put(at, bytes(raw), db=disk._file.pages)
+        txn.put(at_piece, bytes(raw), db=disk._file.pages)
     return True
 
 

@@ -6,21 +6,18 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.errors import LayoutError
+from kvtier.errors import ConfigError, LayoutError
 from kvtier.tiers.lmdb_room import Room
-from kvtier.tiers.lmdb_tree import oldest_first, usable, victims
-from kvtier.tiers.record import (
-    PIECE_BYTES,
-    DiskRecord,
-    IndexEntry,
-    PageShape,
-    RecordError,
-    entry_bytes,
-    plane_sum,
-)
+from kvtier.tiers.page_shape import PIECE_BYTES, PageCheck, PageShape, plane_sum
+from kvtier.tiers.page_tree import oldest_first, usable, victims, with_followers
+from kvtier.tiers.record import NO_SLOT, DiskRecord, IndexEntry, RecordError, entry_bytes
+from kvtier.tiers.slab_room import plan_slab
+from kvtier.tiers.slab_slots import SlotAllocator
+from kvtier.tiers.usage import UsageBook, Use
 
 KEY = b"k" * 32
 ENTRY = IndexEntry(b"p" * 32, 7, b"identity", b"layout", True, 1000, 42, 1_700_000_000, (1, 2, 3))
@@ -38,6 +35,7 @@ entries = st.builds(
     sequence=u64,
     created_ns=u64,
     sums=st.lists(u64, max_size=20).map(tuple),
+    slot=st.none() | st.integers(0, NO_SLOT - 1),
 )
 
 
@@ -76,7 +74,7 @@ def test_an_entry_belongs_to_its_key() -> None:
 def test_another_version_is_named() -> None:
     raw = bytearray(ENTRY.encode(KEY))
     raw[4] += 1
-    with pytest.raises(RecordError, match="version 2"):
+    with pytest.raises(RecordError, match="version 3"):
         IndexEntry.decode(KEY, bytes(raw))
 
 
@@ -131,6 +129,29 @@ def test_any_altered_byte_of_a_page_is_noticed(shape: PageShape, data: st.DataOb
             shape.verify_plane(KEY, sums, plane, part)
 
 
+@given(shapes(max_plane=200), st.data())
+def test_a_page_is_checked_in_whatever_steps_it_arrives(
+    shape: PageShape, data: st.DataObject
+) -> None:
+    page = np.random.default_rng(0).integers(0, 256, shape.page_bytes, dtype=np.uint8)
+    sums = shape.checksums(KEY, page)
+    stops = data.draw(st.lists(st.integers(0, shape.page_bytes), max_size=9).map(sorted))
+    arrived = np.zeros_like(page)
+    check = PageCheck(shape, KEY, sums, arrived)
+    for stop in [*stops, shape.page_bytes]:
+        arrived[:stop] = page[:stop]
+        check.reach(stop)
+    check.finish()
+    # The second half by itself, whatever the first holds.
+    arrived[: shape.planes[shape.middle][0]] = 0
+    half = PageCheck(shape, KEY, sums, arrived, shape.middle)
+    half.reach(shape.page_bytes)
+    at, nbytes = shape.planes[-1]
+    arrived[at + nbytes - 1] ^= 1
+    with pytest.raises(RecordError, match=f"plane {len(shape.planes) - 1} "):
+        PageCheck(shape, KEY, sums, arrived, shape.middle).reach(shape.page_bytes)
+
+
 def test_equal_bytes_have_other_sums_under_another_key_or_plane() -> None:
     data = np.zeros(100, np.uint8)
     sums = {plane_sum(key, plane, data) for key in (KEY, b"other") for plane in range(3)}
@@ -156,6 +177,115 @@ def test_room_leaves_three_transactions_free(
     assert room.live_capacity_bytes % room.page_stored_bytes == 0
     assert room.stored_bytes_of(shape.page_bytes) == room.page_stored_bytes > shape.page_bytes
     assert room.batch_puts == 1 or batch <= batch_bytes
+
+
+@given(shapes(), st.integers(8 << 20, 1 << 40), st.integers(1, 64 << 20))
+def test_slots_and_their_index_share_the_folder(
+    shape: PageShape, capacity: int, batch_bytes: int
+) -> None:
+    room = plan_slab(capacity_bytes=capacity, batch_bytes=batch_bytes, psize=4096, shape=shape)
+    assert room.map_bytes + room.slots * room.slot_bytes <= capacity
+    assert shape.page_bytes <= room.slot_bytes < shape.page_bytes + 4096
+    assert room.slot_bytes <= room.live_capacity_bytes < room.slots * room.slot_bytes
+    assert room.live_capacity_bytes % room.page_stored_bytes == 0
+    # Large pages leave the index a small share.
+    if shape.page_bytes >= 64 << 10 and capacity >= 1 << 30:
+        assert room.live_capacity_bytes >= 0.85 * capacity
+
+
+def test_the_smallest_folder_of_slots_is_named() -> None:
+    shape = PageShape(2 << 20, [(0, 2 << 20)])
+    plan = {"batch_bytes": 16 << 20, "psize": 4096, "shape": shape}
+    with pytest.raises(ConfigError, match=r"give it at least ([0-9.]+) MiB") as caught:
+        plan_slab(capacity_bytes=4 << 20, **plan)
+    need = float(str(caught.value).split("at least ")[1].split(" MiB")[0])
+    assert plan_slab(capacity_bytes=int(need * (1 << 20)), **plan).live_capacity_bytes == 2 << 20
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Slots against sets: a slot is written again only when nobody can still read what was in it."""
+
+    SLOTS = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = SlotAllocator(self.SLOTS, [0, 1], freed_by=5)
+        self.used = {0, 1}
+        self.staged: set[int] = set()
+        self.waiting: dict[int, int] = dict.fromkeys(range(2, self.SLOTS), 5)
+        self.free: set[int] = set()
+        self.txn = 5
+
+    @rule(count=st.integers(1, 6), below=st.none() | st.integers(1, 12))
+    def take(self, count: int, below: int | None) -> None:
+        got = self.slots.take(count, below)
+        here = {slot for slot in self.free if below is None or slot < below}
+        assert set(got) <= here
+        assert len(got) == len(set(got)) == min(count, len(here))
+        self.free -= set(got)
+        self.staged |= set(got)
+
+    @rule()
+    def give(self) -> None:
+        self.slots.give(self.staged)
+        self.free |= self.staged
+        self.staged = set()
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.used) or [None]), unique=True))
+        freed = [slot for slot in gone if slot is not None]
+        self.txn += 1
+        self.slots.freed(self.txn, freed)
+        self.used = (self.used - set(freed)) | self.staged
+        self.staged = set()
+        self.waiting |= dict.fromkeys(freed, self.txn)
+
+    @rule(behind=st.integers(0, 3))
+    def reclaim(self, behind: int) -> None:
+        self.slots.reclaim(self.txn - behind)
+        ready = {slot for slot, txn in self.waiting.items() if txn <= self.txn - behind}
+        self.free |= ready
+        for slot in ready:
+            del self.waiting[slot]
+
+    @invariant()
+    def books(self) -> None:
+        assert (self.slots.free, self.slots.pending) == (len(self.free), len(self.waiting))
+        self.slots.check(self.used | self.staged)
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_neighbouring_slots_are_taken_together() -> None:
+    slots = SlotAllocator(20, [3, 9], freed_by=1)
+    slots.reclaim(1)
+    assert slots.take(8) == list(range(10, 18))
+    assert slots.take(5) == list(range(4, 9))
+    assert sorted(slots.take(9)) == [0, 1, 2, 18, 19]
+
+
+def test_a_use_belongs_to_its_key() -> None:
+    raw = Use(7, 1_700_000_000, 3).encode(KEY)
+    assert Use.decode(KEY, raw) == Use(7, 1_700_000_000, 3)
+    assert Use.decode(b"K" * 32, raw) is None
+    assert Use.decode(KEY, raw[:-1]) is None
+    for at in range(len(raw)):
+        assert Use.decode(KEY, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]) is None
+
+
+def test_uses_and_puts_have_one_order() -> None:
+    first, second = record(1, None, 0, 4), record(2, None, 0, 6)
+    book = UsageBook({first.key: Use(9, 99, 2)})
+    book.start_behind(6)
+    assert (book.order(first), book.order(second)) == (9, 6)
+    assert book.of(second) == Use(6, 0, 0)
+    book.touch([second.key], hits=1)
+    assert book.order(second) > 9
+    assert book.of(second).hits == 1
+    assert book.unsaved == 1
 
 
 def record(key: int, parent: int | None, depth: int, sequence: int) -> DiskRecord:
@@ -201,6 +331,20 @@ def test_what_parent_links_imply(records: list[DiskRecord], limit: int) -> None:
         parents = {r.parent for r in there.values()}
         assert there[key].sequence == min(
             r.sequence for r in there.values() if r.key not in parents
+        )
+
+
+@given(forests(), st.data())
+def test_what_follows_goes_too(records: list[DiskRecord], data: st.DataObject) -> None:
+    kept = usable(records)
+    chosen = data.draw(st.lists(st.sampled_from(sorted(kept) or [b"none"]), unique=True))
+    gone = with_followers(kept, chosen)
+    assert set(chosen) & set(kept) <= set(gone)
+    left = {key: r for key, r in kept.items() if key not in gone}
+    assert usable(left.values()) == left
+    for at in range(len(gone)):  # removed from the end on, no page is without its prefix
+        assert set(usable([r for k, r in kept.items() if k not in gone[at:]])) == set(kept) - set(
+            gone[at:]
         )
 
 

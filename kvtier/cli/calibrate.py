@@ -167,7 +167,9 @@ def render(profile: Profile, path: Path, console: Console) -> None:
 
 def _value(one: Measurement, value: float) -> str:
     scale, unit = _UNITS[one.unit]
-    return f"{value / scale:,.3g} {unit}" if value / scale < 1000 else f"{value / scale:,.0f} {unit}"
+    return (
+        f"{value / scale:,.3g} {unit}" if value / scale < 1000 else f"{value / scale:,.0f} {unit}"
+    )
 
 
 def _band(one: Measurement) -> str:

@@ -96,7 +96,7 @@ def filter_options(args: argparse.Namespace) -> FilterOptions:
     )  # fmt: skip
 
 
-def calibrate(options: FilterOptions) -> int:
+def calibrate_filters(options: FilterOptions) -> int:
     """Run the command; the exit status."""
     from rich.console import Console
     from rich.progress import Progress
@@ -107,7 +107,7 @@ def calibrate(options: FilterOptions) -> int:
     from kvtier.folders import cache_folder
 
     need_transformers()
-    from kvtier.integrations.transformers.calibrate_filters import calibrate_filters
+    from kvtier.integrations.transformers import calibrate_filters as measuring
     from kvtier.integrations.transformers.identity import identity_of
 
     console = Console(stderr=True)
@@ -129,7 +129,7 @@ def calibrate(options: FilterOptions) -> int:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("decoding", total=options.steps)
-        filters = calibrate_filters(
+        filters = measuring.calibrate_filters(
             model,
             ids[:, :need],
             prefill=options.tokens,

@@ -5,20 +5,89 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from kvtier.cli.calibrate import add_calibrate, calibrate, calibrate_options
 from kvtier.cli.filters import add_filters, filter_options
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
 from kvtier.cli.plan_options import add_plan, plan_options
 from kvtier.cli.replay_options import add_replay, replay_options
+from kvtier.cli.store_options import add_store, store_options
 from kvtier.cli.stress_options import add_stress, stress_options
 from kvtier.errors import ConfigError, KvtierError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+
+def _plan(args: argparse.Namespace) -> int:
+    options = plan_options(args)
+    from kvtier.cli.plan import plan
+
+    return plan(options)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    return calibrate(calibrate_options(args))
+
+
+def _filters(args: argparse.Namespace) -> int:
+    options = filter_options(args)
+    _quiet_libraries()
+    from kvtier.cli.filters import calibrate_filters
+
+    return calibrate_filters(options)
+
+
+def _stress(args: argparse.Namespace) -> int:
+    options = stress_options(args)
+    from kvtier.cli.stress import stress
+
+    return stress(options)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    options = replay_options(args)
+    from kvtier.cli.replay import replay
+
+    return replay(options)
+
+
+def _store(args: argparse.Namespace) -> int:
+    options = store_options(args)
+    from kvtier.cli.store import store
+
+    return store(options)
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = run_options(args)
+    _quiet_libraries()
+    from kvtier.cli.run import run
+
+    return run(options)
+
+
+#: In the order of ``--help``: name, what adds it to the parser, what runs it. Nothing heavy is imported before
+#: the options of a command have been checked.
+COMMANDS: tuple[tuple[str, Callable[[Any], None], Callable[[argparse.Namespace], int]], ...] = (
+    ("plan", add_plan, _plan),
+    ("run", add_run, _run),
+    ("stress", add_stress, _stress),
+    ("replay", add_replay, _replay),
+    ("store", add_store, _store),
+    ("calibrate", add_calibrate, _calibrate),
+    ("calibrate-filters", add_filters, _filters),
+)
+
+
+def _quiet_libraries() -> None:
+    """Read by OpenMP and huggingface_hub when they are loaded, which has not happened yet."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
@@ -30,12 +99,8 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     )
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    add_plan(commands)
-    add_calibrate(commands)
-    add_run(commands)
-    add_stress(commands)
-    add_filters(commands)
-    add_replay(commands)
+    for _, add, _ in COMMANDS:
+        add(commands)
     return parser, dict(commands.choices)
 
 
@@ -53,36 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"kvtier {args.command}"
     try:
         reject_unknown(extras, option_names(commands[args.command]), args.command)
-        if args.command == "plan":
-            planned = plan_options(args)
-            from kvtier.cli.plan import plan
-
-            return plan(planned)
-        if args.command == "calibrate":
-            return calibrate(calibrate_options(args))
-        if args.command == "stress":
-            checked = stress_options(args)
-            from kvtier.cli.stress import stress
-
-            return stress(checked)
-        if args.command == "calibrate-filters":
-            filters = filter_options(args)
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
-            from kvtier.cli.filters import calibrate
-
-            return calibrate(filters)
-        if args.command == "replay":
-            wanted = replay_options(args)
-            from kvtier.cli.replay import replay
-
-            return replay(wanted)
-        options = run_options(args)
-        # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from kvtier.cli.run import run
-
-        return run(options)
+        return next(run for command, _, run in COMMANDS if command == args.command)(args)
     except ConfigError as error:
         stderr(f"{name}: error: {_one_line(error)}")
         return EXIT_USAGE

@@ -239,13 +239,14 @@ def _require(value: object, option: str, fix: str) -> None:
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """All ``--options`` of a parser."""
-    return [
-        name
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--")
-    ]
+    """All ``--options`` of a parser and of its subcommands."""
+    names: list[str] = []
+    for action in parser._actions:
+        names += [name for name in action.option_strings if name.startswith("--")]
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                names += option_names(below)
+    return names
 
 
 def stderr(message: str) -> None:

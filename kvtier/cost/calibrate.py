@@ -10,7 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.cost.measure_disk import measure_disk
-from kvtier.cost.measure_host import measure_attention, measure_memory, measure_step, measure_weights
+from kvtier.cost.measure_host import (
+    measure_attention,
+    measure_memory,
+    measure_step,
+    measure_weights,
+)
 from kvtier.cost.profile import Measurement, Profile, installed_card, this_machine, today
 from kvtier.cost.trials import Tick
 from kvtier.errors import KvtierError

@@ -86,12 +86,21 @@ def _link(
         there = vram.range(2 * n * PIECE, (2 * n + 1) * PIECE)
         here = host.range(n * PIECE, (n + 1) * PIECE)
         spread.append((here, there) if down else (there, here))
-    large, medium, small, pieces = timed(one(LARGE)), timed(one(MIDDLE)), timed(one(SMALL)), timed(spread)
+    large, medium, small, pieces = (
+        timed(one(LARGE)),
+        timed(one(MIDDLE)),
+        timed(one(SMALL)),
+        timed(spread),
+    )
     base = sorted(medium)[len(medium) // 2]
     moved = LARGE - MIDDLE
     slopes = [moved / (s - base) for s in large if s > base] or [LARGE / s for s in large]
-    rate = middle(f"pinned_{name}", slopes, "bytes/s", "pinned copies of 64 MiB less those of 8 MiB")
-    start = middle(f"pinned_{name}_start", small, "s", "a pinned copy of 4 KiB, submitted and awaited")
+    rate = middle(
+        f"pinned_{name}", slopes, "bytes/s", "pinned copies of 64 MiB less those of 8 MiB"
+    )
+    start = middle(
+        f"pinned_{name}_start", small, "s", "a pinned copy of 4 KiB, submitted and awaited"
+    )
     whole = start.value + PIECES * PIECE / rate.value
     each = [(s - whole) / PIECES for s in pieces]
     found = [rate, start]

@@ -104,9 +104,17 @@ def _measure(
         os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         rates = _read(fd, written, pieces, seconds, next(ticks, tick))
-        add("disk_read_cold", rates, f"buffered reads after the page cache was dropped, {READERS} at a time")
+        add(
+            "disk_read_cold",
+            rates,
+            f"buffered reads after the page cache was dropped, {READERS} at a time",
+        )
         if "O_DIRECT" in left_out:
-            add("disk_read", rates, f"buffered reads after the page cache was dropped, {READERS} at a time")
+            add(
+                "disk_read",
+                rates,
+                f"buffered reads after the page cache was dropped, {READERS} at a time",
+            )
         _read(fd, written, pieces, seconds, lambda done: None)
         rates = _read(fd, written, pieces, seconds, next(ticks, tick))
         add("disk_read_warm", rates, f"buffered reads from the page cache, {READERS} at a time")
@@ -145,23 +153,21 @@ def _write(fd: int, size: int, piece: memoryview, seconds: float, tick: Tick) ->
     return _groups(group, size, seconds, tick)
 
 
-def _read(
-    fd: int, size: int, pieces: list[memoryview], seconds: float, tick: Tick
-) -> list[float]:
+def _read(fd: int, size: int, pieces: list[memoryview], seconds: float, tick: Tick) -> list[float]:
     with ThreadPoolExecutor(READERS) as pool:
 
         def group(at: int) -> None:
             starts = range(at, min(at + SYNC_BYTES, size), PIECE)
-            for moved in pool.map(lambda pair: os.preadv(fd, [pair[0]], pair[1]), zip(pieces, starts, strict=False)):
+            for moved in pool.map(
+                lambda pair: os.preadv(fd, [pair[0]], pair[1]), zip(pieces, starts, strict=False)
+            ):
                 if moved != PIECE:
                     raise OSError(f"a read gave {moved} bytes instead of {PIECE}")
 
         return _groups(group, size, seconds, tick)
 
 
-def _groups(
-    group: Callable[[int], None], size: int, seconds: float, tick: Tick
-) -> list[float]:
+def _groups(group: Callable[[int], None], size: int, seconds: float, tick: Tick) -> list[float]:
     """Bytes/s of each group of SYNC_BYTES, until the file or the time ends."""
     rates: list[float] = []
     began = time.perf_counter()
@@ -174,4 +180,3 @@ def _groups(
         if now - began > seconds:
             break
     return rates
-

@@ -39,9 +39,7 @@ def measure_memory(seconds: float, quick: bool, tick: Tick) -> list[Measurement]
     first, second = shares(2, tick)
     with ThreadPoolExecutor(cores) as pool:
         read = trials(lambda: list(pool.map(np.sum, source)), seconds / 2, first)
-        copied = trials(
-            lambda: list(pool.map(np.copyto, target, source)), seconds / 2, second
-        )
+        copied = trials(lambda: list(pool.map(np.copyto, target, source)), seconds / 2, second)
     size = f"{source.nbytes / MiB:.0f} MiB by {cores} threads"
     return [
         middle("memory_read", (source.nbytes / s for s in read), "bytes/s", f"sum of {size}"),

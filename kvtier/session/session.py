@@ -64,6 +64,7 @@ class Session:
         self.request = (
             request if request.session is not None else request._replace(session=self.owner)
         )
+        store.describe_identity(identity)
         #: Tokens and keys as far as the tokens are known; ``None`` once a token was not.
         self.chain: KeyChain | None = KeyChain(identity, self.page_tokens)
         #: Sealed pages in order, and the page that stands for the key of each.

@@ -26,12 +26,13 @@ from kvtier.errors import (
     PageLostError,
     TierFullError,
 )
+from kvtier.identity import ModelIdentity
 from kvtier.layout import PageLayout
 from kvtier.mover import deadline_after
 from kvtier.policy import ResidencyPolicy, load_policy
 from kvtier.store.directory import Directory
 from kvtier.store.foresight import Foresight
-from kvtier.store.hints import restore_policies, save_policies
+from kvtier.store.hints import evict_by, restore_policies, save_policies
 from kvtier.store.lease import Lease
 from kvtier.store.page import TIERS, Copy, Page
 from kvtier.store.placement import Placement
@@ -64,6 +65,7 @@ class StoreBase:
         host_write: WriteMode = "write_back",
         disk_write: WriteMode = "write_through",
         durability: Literal["durable", "relaxed"] = "durable",
+        disk_payload: Literal["slab", "inline"] | None = None,
         timeout_s: float = 30.0,
         check: bool = False,
         expect: Expected | None = None,
@@ -136,6 +138,7 @@ class StoreBase:
         self._open_leases = 0
         self._stats = StoreStats()
         self._names = itertools.count(1)
+        self._described: set[bytes] = set()
         self._closed = False
         disk_tier: DiskTier | None = None
         try:
@@ -147,8 +150,11 @@ class StoreBase:
                     page_bytes=layout.page_bytes,
                     plane_ranges=layout.ranges,
                     capacity_bytes=sizes["disk"],
+                    payload=disk_payload,
                     durability=durability,
                     timeout_s=timeout_s,
+                    layout_info=layout.describe(),
+                    evict=evict_by(policy),
                 )
             self._placement = Placement(
                 self.device, self._directory, slots, disk_tier, bounce, self._park
@@ -170,6 +176,15 @@ class StoreBase:
     def _load_policies(spec: str, sizes: dict[str, int]) -> dict[str, ResidencyPolicy]:
         tiers = [tier for tier in TIERS if sizes[tier]]
         return {tier: load_policy(spec, leaf_first=tier == tiers[-1]) for tier in tiers}
+
+    def describe_identity(self, identity: ModelIdentity) -> None:
+        """Keep what an identity stands for with its pages on disk, for ``kvtier store ls``; once."""
+        with self._locked(None):
+            disk = self._placement.disk
+            if disk is None or identity.digest in self._described:
+                return
+            self._described.add(identity.digest)
+            disk.describe_identity(identity.digest, identity.describe_openly())
 
     def _register_disk(self, disk: DiskTier) -> None:
         for record in disk.records():
@@ -336,7 +351,8 @@ class StoreBase:
             DeadlineExceededError: not all was written in time; what was not stays in its tier.
         """
         with self._locked(timeout_s) as deadline:
-            if self._placement.disk is None:
+            disk = self._placement.disk
+            if disk is None:
                 self._placement.drain(deadline)
                 return 0
             self._placement.drain(deadline)
@@ -344,6 +360,9 @@ class StoreBase:
                 if "disk" not in page.copies:
                     self._placement.write_to_disk(page, deadline)
             self._placement.drain(deadline)
+            for text in save_policies(self._directory.policies, disk):
+                self._placement.warn(text)
+            disk.flush(max(0.001, deadline - _now()))
             # Counted at the end: a write may fail, and the room for one page may be another's.
             safe: set[bytes | None] = {None}
             missed = 0
@@ -441,7 +460,6 @@ class StoreBase:
             except KvtierError:
                 ended = True  # work that failed has ended, and was reported
             if self._placement.disk is not None:
-                dropped += save_policies(self._directory.policies, self._placement.disk)
                 dropped += self._close_disk(self._placement.disk, deadline)
             if ended:
                 for slots in (*self._placement.slots.values(), self._placement.bounce):

@@ -99,6 +99,7 @@ class Room(Writes):
         if pages > 0:
             self.ensure(tier, pages, deadline)
         slots.withhold(nbytes)
+        self.directory.policies[tier].resize(max(1, slots.usable_pages))
 
     def take(self, tier: str, deadline: float) -> Slot:
         """A free slot of a slot tier; makes room if need be. Raises as ``ensure``."""

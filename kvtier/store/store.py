@@ -33,6 +33,7 @@ class TieredStore(SessionPages):
         disk_write: the same for the disk. ``write_through`` (the default) lets a page survive a crash as soon
             as its write is acknowledged; ``write_back`` writes it on eviction, ``flush`` or ``close``.
         durability: ``durable`` or ``relaxed``; see ``kvtier.tiers.disk``.
+        disk_payload: ``slab`` or ``inline``, where pages on disk are kept; see ``kvtier.tiers.disk``.
         timeout_s: deadline of every call that does not get its own.
         check: recount all books after every operation (slow; for tests and debugging).
         expect: what the store will be used for. If its tiers make that slow, an OffloadWarning says so before
@@ -88,7 +89,7 @@ class TieredStore(SessionPages):
         with self._locked(timeout_s) as deadline:
             known = self._directory.get(key)
             if known is not None and known.copies:
-                self._directory.use([key], request=stamped(request))
+                self._use([key], request=request)
                 self._recording.stored(key, known.parent)
                 return False
             above = self._directory.get(parent) if parent is not None else None
@@ -154,7 +155,7 @@ class TieredStore(SessionPages):
                 pages.append(page)
             lease = self._hold(pages)
             # Before pages come up: to the tiers above that is their first use, not a second one.
-            self._directory.use(lease.keys, request=stamped(request))
+            self._use(lease.keys, request=request)
             try:
                 good = self._bring_up(lease, promote, deadline)
                 for copy in lease.copies[:good]:
@@ -221,7 +222,7 @@ class TieredStore(SessionPages):
             KvtierError: ``mass`` is not one finite share >= 0 a key.
         """
         with self._locked(None):
-            self._directory.use(keys, mass, stamped(request))
+            self._use(keys, mass, request=request)
 
     def end_session(self, session: Hashable, keys: Sequence[bytes]) -> None:
         """The session that used these pages, root first, asks for nothing more. The pages stay; a policy that
@@ -278,6 +279,18 @@ class TieredStore(SessionPages):
             yield
         finally:
             self._placement.disown(page, "put")
+
+    def _use(
+        self,
+        keys: Sequence[bytes],
+        mass: Sequence[float] | None = None,
+        *,
+        request: Request,
+    ) -> None:
+        """A request used these pages, root first."""
+        self._directory.use(keys, mass, stamped(request))
+        if self._placement.disk is not None:
+            self._placement.disk.touch(keys)
 
     def _bring_up(self, lease: Lease, promote: bool, deadline: float) -> int:
         """Read the lease's pages that are only on disk, and start to bring up what has room; the

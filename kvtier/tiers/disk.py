@@ -1,78 +1,53 @@
-"""The disk tier: pages in an LMDB database that survive a restart, each verified at every read.
+"""The disk tier: pages in an LMDB-indexed folder that survive a restart, each verified at every read.
 
-What it promises: a put that was acknowledged is there after a kill -9, and with
-``durability="durable"`` after a power cut too (``"relaxed"`` may lose the last commit then); a page
-comes back byte for byte as it was put, or it is a miss; the folder never takes more than
-``capacity_bytes``.
+What it promises: after a put is acknowledged as durable, the page is returned byte for byte until it
+is evicted or deleted, across kill -9 and power loss (``durability="relaxed"`` may lose what was
+written in the last two seconds or the last 32 commits, to a power cut only). A page that was not
+acknowledged is wholly there or wholly absent. Nothing else is ever returned. The folder never takes
+more than ``capacity_bytes``.
 
-A group of puts is one transaction, so no page is ever half there. A page that fails its checksums
-is counted, reported, removed, and can be stored again. A database whose tree is damaged starts
-empty at the next open; while it is open, LMDB may also end the process on such damage (it maps the
-file into memory).
+LMDB decides what is stored, where, and what may be written: keys, records, uses and notes change in
+its transactions. The bytes are in slots of preallocated slab files, or, for small pages and where it
+is asked for, in the database itself (see ``payload``). A page that fails its checksums is counted,
+reported, removed, and can be stored again. A database whose tree is damaged starts empty at the next
+open; while it is open, LMDB may also end the process on such damage (it maps the file into memory).
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-import numpy as np
-
-from kvtier.errors import ClosedError, ConfigError, DeadlineExceededError, DiskError, LayoutError
-from kvtier.tiers.lmdb_commit import Committer
-from kvtier.tiers.lmdb_open import OpenReport, open_folder
-from kvtier.tiers.lmdb_read import Reader
-from kvtier.tiers.lmdb_tree import oldest_first
-from kvtier.tiers.record import KEY_MAX, Bytes, DiskRecord, PageShape
-from kvtier.tiers.writer import Delete, Discard, Put, Sync, Writer
+from kvtier.errors import ClosedError, ConfigError, DeadlineExceededError
+from kvtier.tiers.commit import Committer
+from kvtier.tiers.disk_open import open_folder
+from kvtier.tiers.disk_pages import flat
+from kvtier.tiers.disk_stats import DiskStats, count
+from kvtier.tiers.disk_tools import DiskTools
+from kvtier.tiers.disk_wish import Evict, Wish
+from kvtier.tiers.folder_info import require_info, require_store
+from kvtier.tiers.io_pool import IoPool
+from kvtier.tiers.lmdb_file import LmdbFile
+from kvtier.tiers.lmdb_pages import tree_problems
+from kvtier.tiers.page_shape import PageShape
+from kvtier.tiers.payload import Payload
+from kvtier.tiers.read_ahead import warn_of_read_ahead
+from kvtier.tiers.record import KEY_MAX, Bytes, DiskRecord
+from kvtier.tiers.usage import UsageBook
+from kvtier.tiers.writer import Delete, Discard, Look, Note, Put, Sync, Writer
 
 Durability = Literal["durable", "relaxed"]
 
-
-@dataclass(frozen=True)
-class DiskStats:
-    """Counts since open; sizes in bytes.
-
-    Attributes:
-        entries, live_bytes, live_capacity_bytes: pages stored now, what they are charged with, and
-            its limit.
-        puts, deletes, bytes_written: committed changes; ``bytes_written`` counts payload.
-        reads, hits, misses, bytes_read: page and plane reads; a damaged page counts as a miss.
-        damaged: pages that failed verification at a read.
-        commits, commit_errors: transactions committed, groups of changes that failed.
-        map_full: groups that did not fit the map in one transaction.
-        queue_bytes, queue_peak_bytes: payload that waits for its commit now, and at most.
-        file_bytes: size of the database file.
-        opened: what opening the folder found.
-    """
-
-    entries: int
-    live_bytes: int
-    live_capacity_bytes: int
-    puts: int
-    deletes: int
-    bytes_written: int
-    reads: int
-    hits: int
-    misses: int
-    bytes_read: int
-    damaged: int
-    commits: int
-    commit_errors: int
-    map_full: int
-    queue_bytes: int
-    queue_peak_bytes: int
-    file_bytes: int
-    opened: OpenReport
+#: From this page size on checksums are computed beside the writer, while the group before is
+#: written; below, handing the work over costs more than the work.
+_SUM_BESIDE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -82,7 +57,7 @@ class CloseReport:
     Attributes:
         dropped: keys of puts that were not acknowledged in time. They may or may not be found at
             the next open.
-        clean: whether the thread ended and the database is closed. If not, a disk operation or a
+        clean: whether the threads ended and the folder is closed. If not, a disk operation or a
             read hangs; the folder stays locked until this process ends.
     """
 
@@ -90,7 +65,7 @@ class CloseReport:
     clean: bool
 
 
-class DiskTier:
+class DiskTier(DiskTools):
     """Pages of one layout in a folder. All methods may be called from any thread.
 
     Args:
@@ -99,18 +74,24 @@ class DiskTier:
         page_bytes: bytes of a page.
         plane_ranges: ``(offset, nbytes)`` of each plane in a page, ascending.
         capacity_bytes: what the folder may take on disk, reserved at once where the file system
-            can. A smaller value than before evicts the oldest leaves and shrinks the file; while it
-            is being copied for that, the old and the new file exist side by side.
-        durability: ``durable`` syncs every commit; ``relaxed`` lets a power cut undo the last one.
+            can. A smaller value than before evicts pages and shrinks the files.
+        payload: ``slab`` keeps the bytes in slots of files beside the database, ``inline`` in it.
+            ``None``: as the folder has it, a new one slabs for pages of 32 KiB and more.
+        durability: ``durable`` syncs every commit; ``relaxed`` lets a power cut undo what was
+            written in the last two seconds or the last 32 commits.
         queue_bytes: payload that may wait for the writer; beyond it ``put`` blocks.
         batch_bytes: payload of one transaction at most (less in a small tier).
+        segment_bytes: size of a slab file, for a new folder.
         timeout_s: deadline of ``put``, ``flush`` and ``close`` where none is given.
         on_damage: called with the key and the reason when a read finds a page damaged, in the
             reading thread.
+        layout_info: the layout in readable form, kept for tools.
+        evict: chooses the pages to give up at a lowered capacity; without it, those used longest
+            ago, leaves first.
 
     Raises:
         ConfigError: an argument is unusable, the capacity is too small for one page, or the folder
-            holds pages of another layout.
+            holds pages of another layout or placement.
         DiskError: the folder is in use, not writable, of another version, or the disk is full.
     """
 
@@ -122,51 +103,104 @@ class DiskTier:
         page_bytes: int,
         plane_ranges: Sequence[tuple[int, int]],
         capacity_bytes: int,
+        payload: Payload | None = None,
         durability: Durability = "durable",
         queue_bytes: int = 64 << 20,
         batch_bytes: int = 16 << 20,
+        segment_bytes: int = 1 << 30,
         timeout_s: float = 30.0,
         on_damage: Callable[[bytes, str], None] | None = None,
+        layout_info: Mapping[str, Any] | None = None,
+        evict: Evict | None = None,
     ) -> None:
         if durability not in ("durable", "relaxed"):
             raise ConfigError(f"durability is {durability!r}; use durable or relaxed")
+        if payload not in (None, "slab", "inline"):
+            raise ConfigError(f"payload is {payload!r}; use slab, inline or None")
         if not 1 <= len(layout_digest) <= KEY_MAX:
             raise ConfigError(
                 f"layout_digest has {len(layout_digest)} bytes; it must have 1 to {KEY_MAX}"
             )
-        self._shape = PageShape(page_bytes, plane_ranges)
-        self._pid = os.getpid()
+        shape = PageShape(page_bytes, plane_ranges)
         self._timeout_s = timeout_s
         self._on_damage = on_damage
+        self._closed: CloseReport | None = None
         opened = open_folder(
             Path(path),
-            shape=self._shape,
-            layout=layout_digest,
-            capacity_bytes=capacity_bytes,
-            batch_bytes=batch_bytes,
-            durable=durability == "durable",
+            Wish(
+                shape=shape,
+                layout=layout_digest,
+                payload=payload,
+                capacity_bytes=capacity_bytes,
+                batch_bytes=batch_bytes,
+                segment_bytes=segment_bytes,
+                durable=durability == "durable",
+                layout_info=layout_info,
+                evict=evict,
+                patience_s=timeout_s,
+            ),
         )
-        self._file, self._lock, self._room, self._report = (
+        self._lock, self._room, self._report = opened.lock, opened.room, opened.report
+        self._commits = Committer(
             opened.file,
-            opened.lock,
+            opened.payloads,
             opened.room,
-            opened.report,
+            layout_digest,
+            opened.records,
+            opened.usage,
+            durable=durability == "durable",
+            timeout_s=timeout_s,
         )
-        self._commits = Committer(self._file, self._room, layout_digest, opened.records, timeout_s)
+        self._sums = (
+            IoPool(1, "kvtier-disk-sums") if shape.page_bytes >= _SUM_BESIDE_BYTES else None
+        )
+        super().__init__(opened.file, opened.payloads, shape, opened.info)
         self._writer = Writer(
             self._commits.apply,
             queue_bytes=queue_bytes,
             batch_puts=self._room.batch_puts,
             batch_deletes=self._room.batch_deletes,
+            puts_now=self._batch_puts_now,
+            prepare=self._start_sums if self._sums is not None else None,
+            idle=self._commits.idle,
         )
-        self._reader = Reader(self._file, self._commits, self._shape, self._discard)
-        self._closing = threading.Lock()
-        self._closed: CloseReport | None = None
+        if opened.info.payload == "inline":
+            warn_of_read_ahead(self.path, self.live_capacity_bytes)
 
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._file.folder
+    @classmethod
+    def open_existing(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        capacity_bytes: int | None = None,
+        durability: Durability = "durable",
+        timeout_s: float = 30.0,
+    ) -> Self:
+        """The tier of a folder that says itself what it holds, to change it with a tool.
+
+        Args:
+            capacity_bytes: ``None``: as it was opened last.
+
+        Raises:
+            DiskError: there is no store in the folder, it is in use, or of another version.
+        """
+        folder = Path(path)
+        file = LmdbFile(folder, map_bytes=require_store(folder), durable=True, read_only=True)
+        try:
+            info = require_info(file)
+        finally:
+            file.close(timeout_s)
+        return cls(
+            folder,
+            layout_digest=info.layout_digest,
+            page_bytes=info.page_bytes,
+            plane_ranges=info.plane_ranges,
+            capacity_bytes=capacity_bytes or info.capacity_bytes,
+            durability=durability,
+            timeout_s=timeout_s,
+        )
+
+    # ------------------------------------------------------------------ looking
 
     @property
     def live_capacity_bytes(self) -> int:
@@ -193,17 +227,21 @@ class DiskTier:
         return 0 if record is None else record.stored_bytes
 
     def stored_bytes_of(self, nbytes: int) -> int:
-        """What a payload of ``nbytes`` would be charged with: its map pages and its share of the
-        index.
+        """What a payload of ``nbytes`` would be charged with: its slot, or its map pages and its
+        share of the index.
         """
         return self._room.stored_bytes_of(nbytes)
 
-    def records(self) -> Iterator[DiskRecord]:
-        """All stored pages, oldest first and parents before children, as they are at the call."""
-        self._require_open()
-        with self._commits.lock:
-            records = dict(self._commits.records)
-        return oldest_first(records)
+    @property
+    def note_bytes(self) -> int:
+        """The longest state or description that a tier of this capacity keeps."""
+        return self._room.note_bytes
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Pages were used, though not read from here; they move back in the order of eviction."""
+        self._commits.usage.touch((key for key in keys if key in self._commits.records), hits=0)
+
+    # ------------------------------------------------------------------ writing
 
     def put(
         self,
@@ -244,10 +282,18 @@ class DiskTier:
             raise ConfigError(
                 f"depth is {depth} with parent {parent!r}; depth 0 and no parent belong together"
             )
-        data = _flat(data, self._shape.page_bytes, "data", writable=False)
+        data = flat(data, self._shape.page_bytes, "data", writable=False)
         op = Put(key, parent, depth, identity, data, ephemeral)
         self._writer.submit(op, self._timeout_s if timeout_s is None else timeout_s)
         return op.future
+
+    def _batch_puts_now(self) -> int:
+        ready = self._payloads.ready
+        return self._room.batch_puts if ready is None else ready
+
+    def _start_sums(self, op: Put) -> None:
+        assert self._sums is not None
+        op.sums = self._sums.submit(lambda: self._shape.checksums(op.key, op.data))
 
     def delete(self, keys: Sequence[bytes]) -> Future[None]:
         """Queue pages for removal; unknown keys are skipped. Ordered with puts; never waits for the
@@ -265,49 +311,10 @@ class DiskTier:
             self._writer.submit(part, 0.0)
         return done
 
-    def read(self, key: bytes, out: Bytes) -> bool:
-        """Read a page into ``out``, uint8 ``[page_bytes]``. True only after every byte was
-        verified.
-
-        On False the page is not there or was damaged, and ``out`` holds nothing meaningful.
-
-        Raises:
-            DiskError: the system refuses to read; the page may still be good.
-            LayoutError, ClosedError.
-        """
-        self._require_open()
-        out = _flat(out, self._shape.page_bytes, "out", writable=True)
-        return self._reader.page(key, out)
-
-    def read_plane(self, key: bytes, plane: int, out: Bytes) -> bool:
-        """Read one plane into ``out``, uint8 of the plane's size, verified by its own checksum. As
-        ``read``.
-        """
-        return self.read_planes([key], plane, [out])[0]
-
-    def read_planes(self, keys: Sequence[bytes], plane: int, outs: Sequence[Bytes]) -> list[bool]:
-        """The same plane of many pages, in one snapshot; one answer a page, as ``read_plane``.
-
-        Space that is freed meanwhile cannot be reused before the call ends, so read some MiB a
-        call.
-        """
-        self._require_open()
-        if not 0 <= plane < len(self._shape.planes):
-            raise LayoutError(
-                f"plane {plane} does not exist; a page has {len(self._shape.planes)} planes"
-            )
-        if len(keys) != len(outs):
-            raise LayoutError(f"{len(keys)} keys and {len(outs)} outputs; there must be one a key")
-        outs = [_flat(out, self._shape.planes[plane][1], "out", writable=True) for out in outs]
-
-        return self._reader.planes(keys, plane, outs)
-
-    def _discard(self, key: bytes, seen: bytes, reason: str) -> None:
-        self._commits.hide(key)
-        with suppress(ClosedError):
-            self._writer.submit(Discard(key, seen), 0.0)
-        if self._on_damage is not None:
-            self._on_damage(key, reason)
+    def _note(self, name: bytes, text: bytes | None) -> Future[None]:
+        op = Note(name, text)
+        self._writer.submit(op, 0.0)
+        return op.future
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every change queued before is committed or has failed, and make it durable in
@@ -316,19 +323,24 @@ class DiskTier:
         Raises:
             DeadlineExceededError: it takes longer than ``timeout_s``; the changes are still being
             written.
-            DiskError: the database could not be synced.
+            DiskError: the folder could not be synced.
         """
         self._require_open()
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
         op = Sync()
         self._writer.submit(op, 0.0)
+        self._wait(op.future, timeout_s)
+
+    def _wait(self, done: Future[None], timeout_s: float | None) -> None:
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            op.future.result(wait_s)
+            done.result(wait_s)
         except FutureTimeoutError:
             raise DeadlineExceededError(
                 f"{self._writer.queued_bytes} queued bytes were not written within {wait_s:.1f} s; "
                 "they still are being written"
             ) from None
+
+    # ------------------------------------------------------------------ the end
 
     def close(self, timeout_s: float | None = None) -> CloseReport:
         """Write what is queued, as far as the time goes, and give the folder back. A second call
@@ -339,17 +351,23 @@ class DiskTier:
         deadline = time.monotonic() + wait_s
         with self._closing:
             if self._closed is None:
+                with suppress(ClosedError):
+                    self._writer.submit(Sync(), 0.0)
                 dropped, clean = self._writer.close(wait_s)
                 if clean:
                     try:
                         self._file.close(deadline - time.monotonic())
-                        self._lock.release()
+                        left = max(0.5, deadline - time.monotonic())
+                        clean = self._payloads.close(left)
+                        clean &= self._sums is None or self._sums.close(left)
                     except DeadlineExceededError:
                         clean = False
+                if clean:
+                    self._lock.release(clean=not dropped)
                 self._closed = CloseReport(dropped, clean)
             return self._closed
 
-    def __enter__(self) -> DiskTier:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -357,46 +375,51 @@ class DiskTier:
 
     def stats(self) -> DiskStats:
         """Counts since open. Also works after ``close``."""
-        counts = self._commits.counts
-        try:
-            file_bytes = os.stat(self._file.path).st_size
-        except OSError:
-            file_bytes = 0
-        reads = self._reader.counts
-        return DiskStats(
-            entries=len(self),
-            live_bytes=self.live_bytes,
+        return count(
+            self._commits,
+            self._reader.counts,
+            self._writer,
             live_capacity_bytes=self.live_capacity_bytes,
-            puts=counts.puts,
-            deletes=counts.deletes,
-            bytes_written=counts.bytes_written,
-            reads=reads.reads,
-            hits=reads.hits,
-            misses=reads.reads - reads.hits,
-            bytes_read=reads.bytes_read,
-            damaged=reads.damaged,
-            commits=counts.commits,
-            commit_errors=counts.commit_errors,
-            map_full=counts.map_full,
-            queue_bytes=self._writer.queued_bytes,
-            queue_peak_bytes=self._writer.peak_bytes,
-            file_bytes=file_bytes,
+            data_path=self._file.path,
+            slab_bytes=self._payloads.disk_bytes(),
             opened=self._report,
         )
 
     def check(self) -> None:
-        """Recount the books from the database, after a flush; AssertionError if they are wrong."""
+        """Recount the books from the folder, after a flush; AssertionError if they are wrong."""
         self.flush()
         self._commits.check()
 
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise DiskError(
-                errno.EPERM,
-                f"it was opened by process {self._pid} and cannot be used in its forked "
-                f"child {os.getpid()}; open tiers after the fork, or start children with spawn",
-                str(self._file.folder),
-            )
+    # ------------------------------------------------------------------ inside
+
+    def _shows(self, key: bytes) -> bool:
+        return self._commits.shows(key)
+
+    def _damaged(self, key: bytes, seen: bytes, reason: str) -> None:
+        self._commits.hide(key)
+        with suppress(ClosedError):
+            self._writer.submit(Discard(key, seen), 0.0)
+        if self._on_damage is not None:
+            self._on_damage(key, reason)
+
+    def _snapshot(self) -> tuple[dict[bytes, DiskRecord], UsageBook]:
+        with self._commits.lock:
+            return dict(self._commits.records), self._commits.usage
+
+    def _used(self, keys: Sequence[bytes], hits: int) -> None:
+        self._commits.usage.touch(keys, hits=hits)
+
+    def _still_stored(self, key: bytes, record: DiskRecord) -> bool:
+        # A damaged page is hidden at once, a page that was removed is in no book.
+        now = self._commits.records.get(key)
+        return now is None or now.sequence == record.sequence
+
+    def _tree_problems(self) -> list[str]:
+        found: list[str] = []
+        look = Look(lambda: found.extend(tree_problems(self._file.path)))
+        self._writer.submit(look, 0.0)
+        self._wait(look.future, None)
+        return found
 
     def _require_open(self) -> None:
         self._require_own_process()
@@ -421,17 +444,3 @@ def _all_of(futures: Sequence[Future[None]]) -> Future[None]:
 
     futures[-1].add_done_callback(finish)
     return whole
-
-
-def _flat(array: Bytes, nbytes: int, name: str, *, writable: bool) -> Bytes:
-    """``array`` as ``[nbytes]``, the same memory; LayoutError if that is not what it is."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.nbytes != nbytes:
-        what = (
-            f"{array.dtype} of {array.nbytes} bytes"
-            if isinstance(array, np.ndarray)
-            else type(array).__name__
-        )
-        raise LayoutError(f"{name} is {what}; it must be a uint8 array of {nbytes} bytes")
-    if not array.flags.c_contiguous or (writable and not array.flags.writeable):
-        raise LayoutError(f"{name} must be contiguous{' and writable' if writable else ''}")
-    return array.reshape(-1)

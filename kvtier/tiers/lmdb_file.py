@@ -1,38 +1,39 @@
-"""One LMDB environment: its flags, its two databases, its lock, and what its errors mean.
+"""One LMDB environment: its flags, its databases, and what its errors mean.
 
 Database ``index`` maps a page's key to its entry, ``pages`` maps the key and a piece number (2
-bytes, big-endian) to a piece of the payload; both change in the same transaction. The main database
-holds the record that says who made the file, and in which version.
+bytes, big-endian) to a piece of an inline payload, ``use`` maps the key to its last use, ``notes``
+holds sealed texts (the folder's geometry, descriptions of identities, the policy's state). What
+belongs together changes in one transaction. The main database holds the record that says who made
+the file, and in which version.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import xxhash
 
-from kvtier.errors import ClosedError, DeadlineExceededError, DiskError
+from kvtier.errors import ClosedError, DiskError
+from kvtier.tiers.gate import Gate
+from kvtier.tiers.lmdb_pages import newest_txn
 from kvtier.units import format_size
 
 DATA = "data.mdb"
 LOCK_TABLE = "lock.mdb"
-WRITER_LOCK = "writer.lock"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _META_KEY = b"kvtier"
 _TICK_KEY = b"tick"
 _META = struct.Struct("<8sI")
 _META_MAGIC = b"kvtierdb"
-_OWNED = b"kvtier\n"
 _MAX_READERS = 254
 _PIECE = struct.Struct(">H")
 
@@ -68,100 +69,9 @@ def disk_error(error: BaseException, doing: str, path: str | os.PathLike[str]) -
         errno.EROFS: "the file system is read-only; choose another folder",
         errno.ENOENT: "the folder was moved or removed; close the tier and open it again",
     }.get(code, "check the device and its free space; later writes are tried again")
-    if isinstance(error, DAMAGE):
+    if isinstance(error, (*DAMAGE, lmdb.BadTxnError)):
         remedy = "the database is damaged; close the tier and delete the folder (it is a cache)"
     return DiskError(code, f"{doing} failed ({error}); {remedy}", os.fspath(path))
-
-
-class FolderLock:
-    """The right to write to a folder, held by one tier of one process at a time (``flock``).
-
-    Raises:
-        DiskError: somebody else holds it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / WRITER_LOCK
-        try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise disk_error(error, "opening the writer lock", self._path) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(self._fd, 64, 0).decode("ascii", "replace").partition("\n")[0]
-            os.close(self._fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise disk_error(error, "locking the folder", self._path) from error
-            who = "this process" if owner == str(os.getpid()) else f"process {owner}"
-            raise DiskError(
-                errno.EBUSY,
-                f"the folder is in use by {who}; close that tier (or end that process and the "
-                "children it forked), or give each tier a folder of its own",
-                str(folder),
-            ) from None
-        #: Whether a tier of this library made the folder's database, so that it may delete it.
-        self.owned = _OWNED in os.pread(self._fd, 64, 0)
-        self._write(_OWNED if self.owned else b"")
-
-    def _write(self, mark: bytes) -> None:
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, b"%d\n%b" % (os.getpid(), mark), 0)
-
-    def claim(self) -> None:
-        """Note that the database in the folder is a disk tier's."""
-        self.owned = True
-        self._write(_OWNED)
-
-    def release(self) -> None:
-        """Give the right back, also on behalf of forked children that inherited it. Idempotent."""
-        if self._fd >= 0:
-            with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = -1
-
-
-class _Gate:
-    """Lets readers in side by side, and one owner alone: unmapping under a reader would kill the
-    process.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._cond = threading.Condition()
-        self._inside = 0
-        self._shut = False
-
-    def __enter__(self) -> None:
-        with self._cond:
-            if not self._cond.wait_for(lambda: not self._shut, self._patience_s):
-                raise DeadlineExceededError(
-                    f"the disk tier was not readable again within {self._patience_s:.1f} s"
-                )
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._cond:
-            self._inside -= 1
-            self._cond.notify_all()
-
-    @contextmanager
-    def alone(self, timeout_s: float) -> Iterator[None]:
-        """Keeps new readers waiting and waits for those inside, at most ``timeout_s``."""
-        with self._cond:
-            self._shut = True
-        try:
-            with self._cond:
-                if not self._cond.wait_for(lambda: self._inside == 0, max(0.0, timeout_s)):
-                    raise DeadlineExceededError(
-                        f"{self._inside} reads did not end within {timeout_s:.1f} s"
-                    )
-            yield
-        finally:
-            with self._cond:
-                self._shut = False
-                self._cond.notify_all()
 
 
 class LmdbFile:
@@ -175,13 +85,23 @@ class LmdbFile:
     """
 
     def __init__(
-        self, folder: Path, *, map_bytes: int, durable: bool, patience_s: float = 30.0
+        self,
+        folder: Path,
+        *,
+        map_bytes: int,
+        durable: bool,
+        patience_s: float = 30.0,
+        read_only: bool = False,
     ) -> None:
         self.folder = folder
         self.path = folder / DATA
         self.map_bytes = map_bytes
         self._durable = durable
-        self._gate = _Gate(patience_s)
+        self._read_only = read_only
+        self._synced_txn = 0
+        self._last_txn = 0
+        self._patience_s = patience_s
+        self._gate = Gate(patience_s)
         self._env: lmdb.Environment | None = None
         self._closed = False
         self._open()
@@ -196,16 +116,25 @@ class LmdbFile:
                 metasync=self._durable,
                 mode=0o600,
                 max_readers=_MAX_READERS,
-                max_dbs=2,
+                max_dbs=4,
                 max_spare_txns=8,
                 lib_version=0,
+                readonly=self._read_only,
+                create=not self._read_only,
             )
             self._env.reader_check()
             self._require_whole_file()
+            self._require_own_lock_table()
             self._require_own_schema()
-            self.index = self._env.open_db(b"index")
-            self.pages = self._env.open_db(b"pages")
+            self.index, self.pages, self.use, self.notes = (
+                self._env.open_db(name, create=not self._read_only)
+                for name in (b"index", b"pages", b"use", b"notes")
+            )
             stat = os.stat(self.path)
+            self._last_txn = self._env.info()["last_txnid"]
+            # A commit of a process that was killed may be in the page cache alone.
+            if not self._read_only:
+                self.sync()
         except DAMAGE as error:
             self._drop_env()
             raise FileDamagedError(f"{self.path} is damaged: {error}") from error
@@ -227,13 +156,24 @@ class LmdbFile:
         if have < need:
             raise FileDamagedError(f"{self.path} is cut off: it has {have} bytes and needs {need}")
 
+    def _require_own_lock_table(self) -> None:
+        # A process that still reads a file that was replaced since keeps its lock table in use,
+        # and LMDB believes the table. A commit may lie between the two looks.
+        if abs(self.env.info()["last_txnid"] - newest_txn(self.path)) > 2:
+            raise DiskError(
+                errno.EBUSY,
+                "its lock table belongs to an older database, which a process still reads; end that "
+                "process, or try again once it has noticed",
+                str(self.folder),
+            )
+
     def _require_own_schema(self) -> None:
         env = self.env
         with env.begin() as txn:
             raw = txn.get(_META_KEY)
         entries = env.stat()["entries"]
         if raw is None:
-            if entries:
+            if entries or self._read_only:
                 raise ForeignFileError(
                     errno.EEXIST,
                     "the folder holds another program's database; choose another folder",
@@ -267,7 +207,7 @@ class LmdbFile:
                 raise ClosedError(f"the disk tier at {self.folder} is closed")
             raise DiskError(
                 errno.EIO,
-                "the database could not be opened again; the next write tries it",
+                "the database could not be opened again; the next read or write tries it",
                 str(self.path),
             )
         return self._env
@@ -290,6 +230,8 @@ class LmdbFile:
     @contextmanager
     def reading(self) -> Iterator[lmdb.Transaction]:
         """A snapshot; values are views that end with it. ClosedError while the file is closed."""
+        if self._env is None and not self._closed:
+            self._restore()
         with self._gate, self.env.begin(buffers=True) as txn:
             yield txn
 
@@ -305,10 +247,49 @@ class LmdbFile:
             with suppress(lmdb.Error):
                 txn.abort()
             raise
+        last = self.env.info()["last_txnid"]
+        if last != self._last_txn:
+            # Without metasync the last meta page is synced by the next commit.
+            self._synced_txn = last if self._durable else max(self._synced_txn, last - 1)
+            self._last_txn = last
 
     def begin_write(self) -> lmdb.Transaction:
         """The one place where write transactions come from."""
         return self.env.begin(write=True)
+
+    @property
+    def last_txn(self) -> int:
+        """Number of the last transaction that was committed."""
+        return self._last_txn
+
+    @property
+    def synced_txn(self) -> int:
+        """The oldest transaction that a power cut now could bring back."""
+        return self._synced_txn
+
+    def oldest_reader(self) -> int | None:
+        """Number of the oldest snapshot that anybody reads, in any process; ``None`` for nobody."""
+        return min((txn for _, txn in self._readers()), default=None)
+
+    def old_readers(self) -> list[int]:
+        """Processes that read a snapshot older than the last."""
+        return sorted({pid for pid, txn in self._readers() if txn < self._last_txn})
+
+    def _readers(self) -> list[tuple[int, int]]:
+        rows = [line.split() for line in self.env.readers().splitlines()[1:]]
+        return [(int(row[0]), int(row[2])) for row in rows if len(row) == 3 and row[2] != "-"]
+
+    def note(self, name: bytes) -> bytes | None:
+        """A sealed text; ``None`` if it was never written, or is damaged."""
+        with self.reading() as txn:
+            return unseal(name, txn.get(name, db=self.notes))
+
+    def set_note(self, txn: lmdb.Transaction, name: bytes, text: bytes | None) -> None:
+        """Write a text; ``None`` removes it."""
+        if text is None:
+            txn.delete(name, db=self.notes)
+        else:
+            txn.put(name, xxhash.xxh3_128_digest(name + b"\0" + text) + text, db=self.notes)
 
     def _require_same_file(self) -> None:
         # Writes to an unlinked file succeed and vanish at close.
@@ -327,13 +308,36 @@ class LmdbFile:
     def remove(self, txn: lmdb.Transaction, key: bytes) -> None:
         """Remove a page, whatever number of pieces it has."""
         txn.delete(key, db=self.index)
+        txn.delete(key, db=self.use)
+        self.remove_pieces(txn, key)
+
+    def pieces(self, txn: lmdb.Transaction, key: bytes) -> Iterator[tuple[bytes, Any]]:
+        """Keys and values of a page's inline payload."""
+        number = 0
+        while (value := txn.get(piece_key(key, number), db=self.pages)) is not None:
+            yield piece_key(key, number), value
+            number += 1
+
+    def remove_pieces(self, txn: lmdb.Transaction, key: bytes) -> None:
+        """Remove the payload of a page."""
         number = 0
         while txn.delete(key + _PIECE.pack(number), db=self.pages):
             number += 1
 
     def sync(self) -> None:
         """Make everything that was committed durable."""
+        last = self._last_txn
         self.env.sync(True)
+        self._synced_txn = max(self._synced_txn, last)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another file has taken this one's place, or it is gone."""
+        try:
+            self._require_same_file()
+        except OSError:
+            return True
+        return False
 
     def reserve(self) -> None:
         """Allocate the whole map on disk, so that "no space" comes now and never in a transaction.
@@ -358,10 +362,23 @@ class LmdbFile:
             os.close(fd)
 
     def reopen(self, timeout_s: float) -> None:
-        """Close and open again: LMDB refuses everything after it failed to write its meta page."""
+        """Close and open again: LMDB refuses everything after it failed to write its meta page, and
+        another process may have put a new file in place.
+        """
         with self._gate.alone(timeout_s):
             self._drop_env()
             self._open()
+
+    def _restore(self) -> None:
+        """Open again after an attempt to reopen has failed."""
+        with self._gate.alone(self._patience_s):
+            if self._env is None and not self._closed:
+                self._open()
+
+    def follow_size(self, timeout_s: float) -> None:
+        """Map all of a file that another process has made larger."""
+        with self._gate.alone(timeout_s):
+            self.env.set_mapsize(0)
 
     def close(self, timeout_s: float) -> None:
         """Close once no read is going on. Raises DeadlineExceededError; then it stays open.
@@ -375,6 +392,14 @@ class LmdbFile:
 def piece_key(key: bytes, number: int) -> bytes:
     """Key of a piece in the database ``pages``."""
     return key + _PIECE.pack(number)
+
+
+def unseal(name: bytes, raw: bytes | memoryview | None) -> bytes | None:
+    """The text of a note from its stored bytes; ``None`` if it is not what was stored."""
+    raw = b"" if raw is None else bytes(raw)
+    text = raw[16:]
+    good = len(raw) >= 16 and raw[:16] == xxhash.xxh3_128_digest(name + b"\0" + text)
+    return text if good else None
 
 
 def sync_folder(folder: Path) -> None:

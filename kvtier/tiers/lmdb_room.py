@@ -14,7 +14,9 @@ import mmap
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.record import KEY_MAX, PageShape, entry_bytes
+from kvtier.tiers.page_shape import PageShape
+from kvtier.tiers.record import KEY_MAX, entry_bytes
+from kvtier.tiers.usage import USE_BYTES
 from kvtier.units import format_size
 
 _PAGE_HEADER = 16
@@ -28,6 +30,9 @@ _LIVE_SHARE = 0.95
 _FIXED_PAGES = 32
 #: Map pages a transaction rewrites beside leaves: branches, roots, the list of free pages.
 _COMMIT_PAGES = 16
+#: Share of the folder for the notes, and their longest.
+_NOTES_SHARE = 128
+NOTE_MAX_BYTES = 1 << 20
 #: Pages freed in one transaction are searched one by one at the next allocation.
 _MAX_FREED_BYTES = 256 << 20
 
@@ -52,7 +57,10 @@ class Room:
         map_bytes: size of the map.
         page_stored_bytes: what one page is charged with.
         live_capacity_bytes: what the charges of all pages may add up to.
-        batch_puts, batch_deletes: pages that one transaction may store and remove.
+        batch_puts, batch_deletes, batch_uses: pages that one transaction may store and remove, and
+            whose last use it may save.
+        note_bytes: the longest note that may be stored.
+        slots, slot_bytes: of the slab files; 0 where payloads are in the map.
     """
 
     map_bytes: int
@@ -62,6 +70,10 @@ class Room:
     live_capacity_bytes: int
     batch_puts: int
     batch_deletes: int
+    batch_uses: int
+    note_bytes: int
+    slots: int = 0
+    slot_bytes: int = 0
 
     @classmethod
     def plan(cls, *, capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape) -> Room:
@@ -73,26 +85,24 @@ class Room:
         map_bytes = map_bytes_of(capacity_bytes)
         map_pages = map_bytes // psize
         stored = _stored(psize, shape)
-        # A put rewrites, at worst, a leaf of the index and one of the pieces besides the payload's
-        # pages.
-        per_put = _value_pages(psize, shape) + 1 + len(shape.pieces)
+        # A put rewrites, at worst, a leaf of the index, one of the uses and one of the pieces
+        # besides the payload's pages.
+        per_put = _value_pages(psize, shape) + 2 + len(shape.pieces)
+        notes, note_pages = note_room(capacity_bytes, psize)
         puts = max(
             1, min(batch_bytes // shape.page_bytes, (map_pages // 24 - _COMMIT_PAGES) // per_put)
         )
-        headroom = (3 * (puts * per_put + _COMMIT_PAGES) + _FIXED_PAGES) * psize
+        headroom = (3 * (puts * per_put + _COMMIT_PAGES) + _FIXED_PAGES + note_pages) * psize
         live = min(int(map_bytes * _LIVE_SHARE), map_bytes - headroom)
         live = live // stored * stored
         if live < stored:
             need = ((3 * (per_put + _COMMIT_PAGES) + _FIXED_PAGES) * psize + stored) * 1.1 + (
-                128 << 10
+                160 << 10
             )
-            raise ConfigError(
-                f"a disk tier of {format_size(capacity_bytes)} cannot hold one page of "
-                f"{format_size(shape.page_bytes)}; give it at least {format_size(need)}"
-            )
-        deletes = max(8, puts * per_put // (2 * (1 + len(shape.pieces))))
+            raise too_small(capacity_bytes, shape, round(need))
+        deletes = max(8, puts * per_put // (2 * (2 + len(shape.pieces))))
         deletes = max(1, min(deletes, _MAX_FREED_BYTES // stored))
-        return cls(map_bytes, psize, shape, stored, live, puts, deletes)
+        return cls(map_bytes, psize, shape, stored, live, puts, deletes, deletes, notes)
 
     def stored_bytes_of(self, nbytes: int) -> int:
         """What a payload of ``nbytes`` is charged with: its map pages and its share of the
@@ -100,9 +110,9 @@ class Room:
         """
         if nbytes == self.shape.page_bytes:
             return self.page_stored_bytes
-        return _value_bytes(self.psize, nbytes, PIECE_KEY_MAX) + _value_bytes(
-            self.psize, entry_bytes(self.shape.sums), KEY_MAX
-        )
+        if self.slot_bytes:
+            return -(-nbytes // self.slot_bytes) * self.slot_bytes
+        return value_bytes(self.psize, nbytes, PIECE_KEY_MAX) + index_share(self.psize, self.shape)
 
 
 def overflow_pages(psize: int, nbytes: int, key_bytes: int) -> int:
@@ -113,11 +123,33 @@ def overflow_pages(psize: int, nbytes: int, key_bytes: int) -> int:
     return -(-(_PAGE_HEADER + nbytes) // psize)
 
 
-def _value_bytes(psize: int, nbytes: int, key_bytes: int) -> int:
+def value_bytes(psize: int, nbytes: int, key_bytes: int) -> int:
     """Map bytes of one value and its node, leaves counted as half full (a split leaves them so)."""
     own = overflow_pages(psize, nbytes, key_bytes)
     in_leaf = _NODE_HEADER + key_bytes + (8 if own else nbytes)
     return own * psize + min(psize, 2 * in_leaf)
+
+
+def index_share(psize: int, shape: PageShape) -> int:
+    """Map bytes of a page's index entry and of its last use."""
+    return value_bytes(psize, entry_bytes(shape.sums), KEY_MAX) + value_bytes(
+        psize, USE_BYTES, KEY_MAX
+    )
+
+
+def note_room(capacity_bytes: int, psize: int) -> tuple[int, int]:
+    """The longest note in bytes, and the map pages that all notes take with their rewriting."""
+    share = capacity_bytes // _NOTES_SHARE
+    notes = max(4096, min(NOTE_MAX_BYTES, share // 4))
+    return notes, min(share, 4 * NOTE_MAX_BYTES) // psize + 4
+
+
+def too_small(capacity_bytes: int, shape: PageShape, need_bytes: int) -> ConfigError:
+    """The error for a capacity that holds no page."""
+    return ConfigError(
+        f"a disk tier of {format_size(capacity_bytes)} cannot hold one page of "
+        f"{format_size(shape.page_bytes)}; give it at least {format_size(need_bytes)}"
+    )
 
 
 def _value_pages(psize: int, shape: PageShape) -> int:
@@ -126,5 +158,5 @@ def _value_pages(psize: int, shape: PageShape) -> int:
 
 
 def _stored(psize: int, shape: PageShape) -> int:
-    pieces = sum(_value_bytes(psize, piece.nbytes, PIECE_KEY_MAX) for piece in shape.pieces)
-    return pieces + _value_bytes(psize, entry_bytes(shape.sums), KEY_MAX)
+    pieces = sum(value_bytes(psize, piece.nbytes, PIECE_KEY_MAX) for piece in shape.pieces)
+    return pieces + index_share(psize, shape)

@@ -83,7 +83,12 @@ class SlotTier:
     @property
     def free_pages(self) -> int:
         """Slots that ``take`` can still hand out without anything being given back."""
-        return self.capacity_pages - self._withheld - self.used_pages
+        return self.usable_pages - self.used_pages
+
+    @property
+    def usable_pages(self) -> int:
+        """Slots in all, less what is withheld."""
+        return self.capacity_pages - self._withheld
 
     @property
     def _withheld(self) -> int:
@@ -132,7 +137,7 @@ class SlotTier:
         assert len(self._free) + len(self._taken) == len(self._slots) <= self.capacity_pages
 
     def _grow(self) -> bool:
-        room = self.capacity_pages - self._withheld - len(self._slots)
+        room = self.usable_pages - len(self._slots)
         if room <= 0:
             return False
         pages = min(room, max(8, SLAB_BYTES // self.page_bytes))

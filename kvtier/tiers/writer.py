@@ -25,6 +25,8 @@ class Put:
     data: Bytes
     ephemeral: bool
     future: Future[None] = field(default_factory=Future)
+    #: The page's checksums, where they are computed before its group is written.
+    sums: Future[tuple[int, ...]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +55,16 @@ class Discard:
 
 
 @dataclass(eq=False, slots=True)
+class Note:
+    """Store a text beside the pages, or remove it."""
+
+    name: bytes
+    text: bytes | None
+    future: Future[None] = field(default_factory=Future)
+    nbytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class Sync:
     """Everything before it is durable once it is done."""
 
@@ -60,7 +72,16 @@ class Sync:
     nbytes: int = 0
 
 
-Op = Put | Delete | Discard | Sync
+@dataclass(eq=False, slots=True)
+class Look:
+    """Call ``look`` while nothing is being written."""
+
+    look: Callable[[], None]
+    future: Future[None] = field(default_factory=Future)
+    nbytes: int = 0
+
+
+Op = Put | Delete | Discard | Note | Sync | Look
 #: Applies a group of changes; one outcome for each, ``None`` for done.
 Apply = Callable[[list[Op]], list[Exception | None]]
 
@@ -75,15 +96,31 @@ class Writer:
         apply: commits a group. Whatever it raises fails the group's futures; the thread goes on.
         queue_bytes: payload bytes that may wait or be in work; one put is always accepted.
         batch_puts, batch_deletes: pages that a group may store and remove.
+        puts_now: pages that the next group may store, where that is less than ``batch_puts``.
+        prepare: called with each put as it is queued; must return at once.
+        idle: called when nothing was queued for ``idle_s``; must not raise.
     """
 
     def __init__(
-        self, apply: Apply, *, queue_bytes: int, batch_puts: int, batch_deletes: int
+        self,
+        apply: Apply,
+        *,
+        queue_bytes: int,
+        batch_puts: int,
+        batch_deletes: int,
+        puts_now: Callable[[], int] | None = None,
+        prepare: Callable[[Put], None] | None = None,
+        idle: Callable[[], None] | None = None,
+        idle_s: float = 1.0,
     ) -> None:
         self._apply = apply
+        self._prepare = prepare
+        self._idle = idle
+        self._idle_s = idle_s
         self._limit = queue_bytes
         self._batch_puts = batch_puts
         self._batch_deletes = batch_deletes
+        self._puts_now = puts_now
         self._cond = threading.Condition()
         self._queue: deque[Op] = deque()
         self._in_work: list[Op] = []
@@ -122,6 +159,8 @@ class Writer:
                 )
             if self._closing:
                 raise ClosedError("the disk tier is closed; nothing was written")
+            if self._prepare is not None and isinstance(op, Put):
+                self._prepare(op)
             self._queue.append(op)
             self._bytes += op.nbytes
             self._peak = max(self._peak, self._bytes)
@@ -166,27 +205,37 @@ class Writer:
 
     def _batches(self) -> Iterator[list[Op]]:
         while True:
+            batch: list[Op] = []
             with self._cond:
-                # Idle: submit() and close() wake it.
-                self._cond.wait_for(lambda: self._queue or self._closing)
-                if not self._queue or time.monotonic() >= self._drain_until:
-                    return
-                batch = self._take()
-                self._in_work = batch
-            yield batch
+                self._cond.wait_for(
+                    lambda: self._queue or self._closing,
+                    self._idle_s if self._idle is not None else None,
+                )
+                if self._queue or self._closing:
+                    if not self._queue or time.monotonic() >= self._drain_until:
+                        return
+                    batch = self._take()
+                    self._in_work = batch
+            if batch:
+                yield batch
+            elif self._idle is not None:
+                self._idle()
 
     def _take(self) -> list[Op]:
         batch: list[Op] = []
         puts = deletes = 0
+        most = self._batch_puts
+        if self._puts_now is not None:
+            most = max(1, min(most, self._puts_now()))
         while self._queue:
             op = self._queue[0]
             puts += isinstance(op, Put)
             deletes += len(op.keys) if isinstance(op, Delete) else isinstance(op, Discard)
-            if batch and (puts > self._batch_puts or deletes > self._batch_deletes):
+            if batch and (puts > most or deletes > self._batch_deletes):
                 break
             self._queue.popleft()
             batch.append(op)
-            if isinstance(op, Sync):
+            if isinstance(op, Sync | Note | Look):
                 break
         # From here on a future can no longer be cancelled.
         running = [op for op in batch if op.future.set_running_or_notify_cancel()]

@@ -5,9 +5,16 @@ first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kvtier.tiers.record import DiskRecord
+
+#: Sorts records, the ones to give up first in front.
+Age = Callable[[DiskRecord], int]
+
+
+def _put_order(record: DiskRecord) -> int:
+    return record.sequence
 
 
 def usable(records: Iterable[DiskRecord]) -> dict[bytes, DiskRecord]:
@@ -23,10 +30,12 @@ def usable(records: Iterable[DiskRecord]) -> dict[bytes, DiskRecord]:
     return kept
 
 
-def oldest_first(records: Mapping[bytes, DiskRecord]) -> Iterator[DiskRecord]:
-    """By age, but every record after its parent."""
+def oldest_first(
+    records: Mapping[bytes, DiskRecord], age: Age = _put_order
+) -> Iterator[DiskRecord]:
+    """By ``age``, but every record after its parent."""
     done: set[bytes] = set()
-    for record in sorted(records.values(), key=lambda r: r.sequence):
+    for record in sorted(records.values(), key=age):
         chain: list[DiskRecord] = []
         at: DiskRecord | None = record
         while at is not None and at.key not in done:
@@ -36,14 +45,16 @@ def oldest_first(records: Mapping[bytes, DiskRecord]) -> Iterator[DiskRecord]:
         yield from reversed(chain)
 
 
-def victims(records: Mapping[bytes, DiskRecord], limit_bytes: int) -> list[bytes]:
+def victims(
+    records: Mapping[bytes, DiskRecord], limit_bytes: int, age: Age = _put_order
+) -> list[bytes]:
     """Keys to remove, oldest leaf first, until the rest is charged with ``limit_bytes`` at most."""
     live = sum(record.stored_bytes for record in records.values())
     children: dict[bytes, int] = {}
     for record in records.values():
         if record.parent is not None:
             children[record.parent] = children.get(record.parent, 0) + 1
-    heap = [(r.sequence, r.key) for r in records.values() if not children.get(r.key)]
+    heap = [(age(r), r.key) for r in records.values() if not children.get(r.key)]
     heapq.heapify(heap)
     gone: list[bytes] = []
     while live > limit_bytes and heap:
@@ -54,5 +65,23 @@ def victims(records: Mapping[bytes, DiskRecord], limit_bytes: int) -> list[bytes
         if record.parent in children:
             children[record.parent] -= 1
             if not children[record.parent] and record.parent in records:
-                heapq.heappush(heap, (records[record.parent].sequence, record.parent))
+                heapq.heappush(heap, (age(records[record.parent]), record.parent))
     return gone
+
+
+def with_followers(records: Mapping[bytes, DiskRecord], keys: Iterable[bytes]) -> list[bytes]:
+    """``keys`` that are there and all records behind them, each after its parent's key; removing
+    them in reverse leaves no record without its prefix.
+    """
+    children: dict[bytes, list[bytes]] = {}
+    for record in records.values():
+        if record.parent is not None:
+            children.setdefault(record.parent, []).append(record.key)
+    found: dict[bytes, None] = {}
+    todo = [key for key in keys if key in records]
+    while todo:
+        key = todo.pop()
+        if key not in found:
+            found[key] = None
+            todo += children.get(key, [])
+    return sorted(found, key=lambda key: records[key].depth)

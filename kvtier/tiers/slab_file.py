@@ -1,0 +1,293 @@
+"""Reading and writing slots of slab files, past the page cache.
+
+Writes and first reads are direct (``O_DIRECT``): the host tier is the cache above this one, and a
+second one in the kernel would take its memory. A page that is read again, in a store that fits
+the memory the machine has free, is read through the page cache, and from then on warm. Where the
+file system has no direct I/O everything is buffered and dropped from the page cache once written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.tiers.aligned import ALIGN, AlignedBuffers, is_aligned, round_up
+from kvtier.tiers.io_pool import IoPool
+from kvtier.tiers.record import Bytes
+from kvtier.tiers.slab_segments import Segment, SegmentFiles, ShortReadError
+
+#: Neighbouring slots are written in one call of at most this many bytes.
+WRITE_BYTES = 4 << 20
+#: One direct read; the next is under way while this one is verified.
+_READ_BYTES = 1 << 20
+#: One warm read: what was copied is verified while it is in the processor's cache.
+WARM_BYTES = 256 << 10
+
+
+class SlabFiles(SegmentFiles):
+    """Reads and writes slots. Reads may come from any thread, writes from the writer's; nothing here
+    knows whether a slot may be written or what it should hold.
+
+    Args:
+        folder, slot_bytes, per_segment, writable: see ``SegmentFiles``.
+        page_bytes: bytes of a page, at most those of a slot.
+        reads, writes: threads that read and write beside the caller.
+        cache_reads: whether a page that is read again may take page cache.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slot_bytes: int,
+        page_bytes: int,
+        per_segment: int,
+        reads: IoPool,
+        writes: IoPool | None,
+        writable: bool,
+        cache_reads: bool,
+    ) -> None:
+        super().__init__(folder, slot_bytes=slot_bytes, per_segment=per_segment, writable=writable)
+        self.page_bytes = page_bytes
+        self._reads = reads
+        self._writes = writes
+        self._buffers = AlignedBuffers(max(_READ_BYTES, WRITE_BYTES) + 2 * ALIGN, keep=4)
+        self._cache_reads = cache_reads
+        #: Slots read once since they were written.
+        self._seen: set[int] = set()
+
+    # ------------------------------------------------------------------ writing
+
+    def write(self, slots: Sequence[int], pages: Sequence[Bytes]) -> list[Exception | None]:
+        """Write pages into slots, neighbours in one call; one outcome a page. Not yet synced."""
+        runs: list[tuple[int, int]] = []  # first index, one behind the last
+        start = 0
+        for at in range(1, len(slots) + 1):
+            whole = at < len(slots) and slots[at] == slots[at - 1] + 1
+            whole = whole and slots[at] // self.per_segment == slots[start] // self.per_segment
+            if not whole or (at + 1 - start) * self.slot_bytes > WRITE_BYTES:
+                runs.append((start, at))
+                start = at
+        assert self._writes is not None
+        # One run in this thread, the others beside it.
+        futures = [
+            self._writes.submit(_call(self._write_run, slots[a], pages[a:b])) for a, b in runs[1:]
+        ]
+        outcomes: list[Exception | None] = [None] * len(slots)
+        for run, (a, b) in enumerate(runs):
+            try:
+                if run:
+                    futures[run - 1].result()
+                else:
+                    self._write_run(slots[a], pages[a:b])
+            except OSError as error:
+                outcomes[a:b] = [error] * (b - a)
+        return outcomes
+
+    def _write_run(self, first: int, pages: Sequence[Bytes]) -> None:
+        segment, offset = self.segment_of(first)
+        segment.require_same_file()
+        segment.dirty = True
+        self._seen.difference_update(range(first, first + len(pages)))
+        if self.memory_align is None:
+            self._write_buffered(segment.fd, offset, pages)
+            return
+        assert segment.direct_fd is not None
+        if self.page_bytes == self.slot_bytes and self._takes(pages):
+            try:
+                _pwrite(segment.direct_fd, offset, list(pages))
+                return
+            except OSError as error:
+                self.distrust(error)
+        for page in pages:
+            self._write_through_buffer(segment.direct_fd, offset, page)
+            offset += self.slot_bytes
+
+    def _takes(self, pages: Sequence[Bytes]) -> bool:
+        """Whether direct I/O may use this memory as it is."""
+        align = self.memory_align
+        return align is not None and all(is_aligned(page, align) for page in pages)
+
+    def _write_buffered(self, fd: int, offset: int, pages: Sequence[Bytes]) -> None:
+        if self.page_bytes == self.slot_bytes:
+            _pwrite(fd, offset, list(pages))
+            return
+        for number, page in enumerate(pages):
+            _pwrite(fd, offset + number * self.slot_bytes, [page])
+
+    def _write_through_buffer(self, fd: int, offset: int, page: Bytes) -> None:
+        with self._buffers.borrow() as buffer:
+            for at in range(0, page.nbytes, WRITE_BYTES):
+                part = page[at : at + WRITE_BYTES]
+                np.copyto(buffer[: part.nbytes], part)
+                size = round_up(part.nbytes)
+                buffer[part.nbytes : size] = 0
+                _pwrite(fd, offset + at, [buffer[:size]])
+
+    # ------------------------------------------------------------------ reading
+
+    def read_page(self, slot: int, out: Bytes) -> Generator[int, None, None]:
+        """Read a page into ``out``; yields up to where its bytes are in place, front to back."""
+        return self._read(slot, 0, out)
+
+    def cached(self, slot: int) -> bool:
+        """Whether the page cache has all of a page."""
+        segment, offset = self.segment_of(slot)
+        return self.direct and segment.cached(offset, self.page_bytes)
+
+    def read_cached(self, slot: int, start: int, out: Bytes) -> None:
+        """Read the bytes of a page from ``start`` on through the page cache."""
+        segment, offset = self.segment_of(slot)
+        _pread(segment.fd, offset + start, out)
+
+    def read_range(self, slot: int, start: int, out: Bytes) -> None:
+        """Read the bytes of a page from ``start`` on into ``out``."""
+        for _ in self._read(slot, start, out, part=True):
+            pass
+
+    def read_run(self, first: int, outs: Sequence[Bytes]) -> None:
+        """Read pages of neighbouring slots of one segment, in one call where the memory allows it."""
+        segment, offset = self.segment_of(first)
+        self._seen.update(range(first, first + len(outs)))
+        if self.page_bytes == self.slot_bytes and self.direct:
+            size = len(outs) * self.slot_bytes
+            views = [out.data for out in outs]
+            if segment.cached(offset, size):
+                os.preadv(segment.fd, views, offset)
+                return
+            assert segment.direct_fd is not None
+            try:
+                if self._takes(outs) and os.preadv(segment.direct_fd, views, offset) == size:
+                    return
+            except OSError as error:
+                self.distrust(error)
+        for number, out in enumerate(outs):
+            for _ in self._read_uncached(
+                segment, offset + number * self.slot_bytes, out, alone=True
+            ):
+                pass
+
+    def one_run(self, slots: Sequence[int]) -> bool:
+        """Whether slots are neighbours of one segment and fit one read."""
+        first, last = slots[0], slots[-1]
+        return (
+            last - first == len(slots) - 1
+            and (len(slots) < 2 or slots[-2] == last - 1)
+            and first // self.per_segment == last // self.per_segment
+            and len(slots) * self.slot_bytes <= WRITE_BYTES
+        )
+
+    def read_cold(self, slot: int, out: Bytes) -> None:
+        """Read a page from the device itself, whatever the page cache says."""
+        segment, offset = self.segment_of(slot)
+        for _ in self._read_uncached(segment, offset, out):
+            pass
+
+    def _read(
+        self, slot: int, start: int, out: Bytes, part: bool = False
+    ) -> Generator[int, None, None]:
+        segment, offset = self.segment_of(slot)
+        offset += start
+        if self.direct and segment.cached(offset, out.nbytes):
+            # Verified piece by piece while it is in the processor's cache.
+            for at in range(0, out.nbytes, WARM_BYTES):
+                _pread(segment.fd, offset + at, out[at : at + WARM_BYTES])
+                yield min(out.nbytes, at + WARM_BYTES)
+            return
+        if self._cache_reads and not part and slot in self._seen:
+            for at in range(0, out.nbytes, _READ_BYTES):
+                _pread(segment.fd, offset + at, out[at : at + _READ_BYTES])
+                yield min(out.nbytes, at + _READ_BYTES)
+            return
+        if not part:
+            self._seen.add(slot)
+        yield from self._read_uncached(segment, offset, out, alone=part)
+
+    def _read_uncached(
+        self, segment: Segment, offset: int, out: Bytes, alone: bool = False
+    ) -> Generator[int, None, None]:
+        fd = segment.direct_fd
+        if self.memory_align is None or fd is None:
+            for at in range(0, out.nbytes, _READ_BYTES):
+                _pread(segment.fd, offset + at, out[at : at + _READ_BYTES])
+                yield min(out.nbytes, at + _READ_BYTES)
+            return
+        direct = offset % ALIGN == 0 and self._takes([out])
+        read = self._read_direct if direct else self._read_through_buffer
+        parts = [
+            _call(read, fd, offset + at, out[at : at + _READ_BYTES])
+            for at in range(0, out.nbytes, _READ_BYTES)
+        ]
+        yield from self._ahead(parts, out.nbytes, alone)
+
+    def _ahead(
+        self, parts: list[Callable[[], None]], nbytes: int, alone: bool
+    ) -> Generator[int, None, None]:
+        """Run reads in order, one in this thread and the next beside it. ``alone``: all in this
+        thread, which is one of the pool's and must not wait for another."""
+        if alone:
+            for number, part in enumerate(parts):
+                part()
+                yield min(nbytes, (number + 1) * _READ_BYTES)
+            return
+        ahead: Future[None] | None = None
+        try:
+            for number, part in enumerate(parts):
+                if ahead is None:
+                    if number + 1 < len(parts):
+                        ahead = self._reads.submit(parts[number + 1])
+                    part()
+                else:
+                    done, ahead = ahead, None
+                    done.result()
+                    if number + 1 < len(parts):
+                        ahead = self._reads.submit(parts[number + 1])
+                yield min(nbytes, (number + 1) * _READ_BYTES)
+        finally:
+            # It writes into the caller's memory: it must end before this does.
+            if ahead is not None and not ahead.cancel():
+                ahead.exception()
+
+    def _read_direct(self, fd: int, offset: int, out: Bytes) -> None:
+        try:
+            _pread(fd, offset, out)
+        except ShortReadError:
+            raise
+        except OSError as error:
+            self.distrust(error)
+            self._read_through_buffer(fd, offset, out)
+
+    def _read_through_buffer(self, fd: int, offset: int, out: Bytes) -> None:
+        first = offset // ALIGN * ALIGN
+        size = round_up(offset + out.nbytes - first)
+        with self._buffers.borrow() as buffer:
+            _pread(fd, first, buffer[:size])
+            np.copyto(out, buffer[offset - first : offset - first + out.nbytes])
+
+
+def _call(function: Callable[..., None], *args: object) -> Callable[[], None]:
+    return lambda: function(*args)
+
+
+def _pwrite(fd: int, offset: int, parts: list[Bytes]) -> None:
+    while parts:
+        done = os.pwritev(fd, [part.data for part in parts], offset)
+        offset += done
+        while parts and done >= parts[0].nbytes:
+            done -= parts[0].nbytes
+            parts = parts[1:]
+        if done:  # a signal or a quota cut it short
+            parts = [parts[0][done:], *parts[1:]]
+
+
+def _pread(fd: int, offset: int, out: Bytes) -> None:
+    at = 0
+    while at < out.nbytes:
+        got = os.preadv(fd, [out[at:].data], offset + at)
+        if got == 0:
+            raise ShortReadError("the segment is cut off before the end of the slot")
+        at += got
