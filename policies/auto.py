@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.policy import Key, Order, ResidencyPolicy, load_policy
-from kvtier.policy.spec import split_list
+from kvtier.plugins import split_list
 
 #: Samples are by 32 bits of the key.
 _RANGE = 1 << 32

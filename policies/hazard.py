@@ -14,6 +14,7 @@ pages in the cache; here evicted ones count, so a use that comes later than the 
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 INTERVALS = 44
 STARTS = [0, *(int(16 * 2 ** (i / 2)) for i in range(INTERVALS - 1))]
 #: An interval's width. The last one has no end.
-WIDTHS = [*(b - a for a, b in zip(STARTS, STARTS[1:], strict=False)), STARTS[-1]]
+WIDTHS = [*(b - a for a, b in itertools.pairwise(STARTS)), STARTS[-1]]
 #: Hazard where nothing is known: the same in each interval, so that what was used last is worth most.
 UNKNOWN = 0.1
 
