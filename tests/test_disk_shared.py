@@ -387,18 +387,18 @@ def test_large_pages_warm_and_cold(tmp_path: Path, aligned: bool, nbytes: int) -
 
 def test_the_database_of_a_reader_is_not_believed_after_it_was_replaced(tmp_path: Path) -> None:
     """A lock table that an old reader keeps in use would tell LMDB of transactions of another file."""
-    with open_tier(tmp_path, payload="slab") as tier:
-        fill(tier, range(80))
+    with open_tier(tmp_path, payload="inline") as tier:
+        fill(tier, range(150))
     with other_process(tmp_path) as other:
         assert all(other.read(list(range(4))))
         inode = (tmp_path / "data.mdb").stat().st_ino
-        # The index is moved into a smaller file.
-        with open_tier(tmp_path, payload="slab", capacity_bytes=768 << 10) as tier:
-            kept = [n for n in range(80) if key_of(n) in tier]
+        # The database is moved into a smaller file.
+        with open_tier(tmp_path, payload="inline", capacity_bytes=768 << 10) as tier:
+            kept = [n for n in range(150) if key_of(n) in tier]
             fill(tier, range(kept[-1], kept[-1] + 1))
             tier.check()
             assert all(other.read(kept))
         assert (tmp_path / "data.mdb").stat().st_ino != inode
-        with open_tier(tmp_path, payload="slab", capacity_bytes=768 << 10) as tier:
+        with open_tier(tmp_path, payload="inline", capacity_bytes=768 << 10) as tier:
             tier.check()
             assert all(other.read(kept))

@@ -161,11 +161,14 @@ def _verify(options: StoreOptions, console: Console) -> int:
     from kvtier.tiers.lmdb_file import FileDamagedError
 
     started = time.perf_counter()
-    checked, damaged, database = 0, [], None
+    checked = 0
+    damaged: list[bytes] = []
+    database: str | None = None
     try:
         with _reading(options.path) as reader, _bar(console, "verify", "pages") as advance:
             report = reader.verify(advance)
             checked, damaged = report.checked, report.damaged
+            database = "; ".join(report.tree) or None
     except FileDamagedError as error:
         database = str(error)
     seconds = time.perf_counter() - started
