@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if command == "test":
             if "--ci" in rest:
                 return check_all([option for option in rest if option != "--ci"])
-            return call([str(PYTHON), "-m", "pytest", *rest])
+            return run_tests(rest)
     except Failure as failure:
         print(f"dev.py: {failure}", file=sys.stderr)
         return 1
@@ -150,11 +150,21 @@ def check_all(pytest_options: list[str]) -> int:
     results = BUILD / "tests.xml"
     BUILD.mkdir(exist_ok=True)
     results.unlink(missing_ok=True)
-    code = call([str(PYTHON), "-m", "pytest", f"--junitxml={results}", *pytest_options])
+    code = run_tests([f"--junitxml={results}", *pytest_options])
     skipped = skipped_tests(results)
     for name in skipped:
         print(f"FAILED: skipped, but only tests marked cuda may be absent: {name}", flush=True)
     return 1 if failed or skipped or code else 0
+
+
+def run_tests(options: list[str]) -> int:
+    """pytest in a process a core, four at most, a file at a time; one process where ``-n`` or ``-p`` is given."""
+    if any(option.startswith(("-n", "-p", "--pdb")) for option in options):
+        return call([str(PYTHON), "-m", "pytest", *options])
+    workers = min(4, os.cpu_count() or 1)
+    parallel = ["-n", str(workers), "--dist", "loadfile"]
+    # Workers that each start a thread a core would wait for each other.
+    return call([str(PYTHON), "-m", "pytest", *parallel, *options], OMP_NUM_THREADS="1")
 
 
 def check_types() -> int:
