@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "calibrate-filters":
             filters = filter_options(args)
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
-            from kvtier.cli.filters import calibrate
+            from kvtier.cli.filters import calibrate as calibrate_filters
 
-            return calibrate(filters)
+            return calibrate_filters(filters)
         options = run_options(args)
         # read by OpenMP and huggingface_hub when they are loaded, which has not happened yet
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
