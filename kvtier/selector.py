@@ -54,6 +54,10 @@ class Selector(ABC):
 
     #: Name in messages and statistics.
     name: ClassVar[str]
+    #: Rows of a page's summary that ``scores`` reads, of the four; for predictions.
+    summary_rows: ClassVar[int] = 4
+    #: Whether it asks for ``Query.page_lse``, which reads all pages; for predictions.
+    reads_pages: ClassVar[bool] = False
 
     def dense_layers(self, layers: int) -> frozenset[int]:
         """Layers, besides the caller's own, that must read every page."""

@@ -415,3 +415,24 @@ def test_budgets_are_kept_within_the_sequence(total: int, budget: str) -> None:
     pages = parsed.pages(total, layout)
     assert min(total, 3) <= pages <= total
     assert Budget.parse(str(parsed)).pages(total, layout) == pages
+
+
+def test_auto_says_what_it_took_and_why(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    model = make("llama")
+    ids = prompt(1, 60)["input_ids"]
+    with (
+        caplog.at_level("INFO", "kvtier"),
+        store_for(place, model, vram=20, host=0) as store,
+        TieredCache(model, store, mode="auto") as cache,
+    ):
+        assert cache.mode == "exact-stream"
+        assert "is in VRAM" in cache.mode_choice
+        forward(model, cache, ids)
+        forward(model, cache, ids[:, :1])
+    assert [r.getMessage() for r in caplog.records].count(f"mode {cache.mode_choice}") == 1
+    with (
+        store_for(place, model) as store,
+        TieredCache(model, store, mode="auto", columns=200) as cache,
+    ):
+        assert cache.mode in ("exact-stream", "exact-split")
+        assert cache.mode_choice.startswith(f"{cache.mode}: with ")

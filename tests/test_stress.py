@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvtier.stress.load as stress_load
+import kvtier.stress.forward as stress_forward
 from kvtier.cli.main import main
 from kvtier.cost.models import find_model
 from kvtier.devices.spec import parse_card
@@ -202,7 +202,7 @@ def test_faults_and_durations_as_text() -> None:
 
 
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = stress_load.values
+    honest = stress_forward.values
 
     def lying(part, layer, numbers, start, stop, *, payload):  # type: ignore[no-untyped-def]
         made = honest(part, layer, numbers, start, stop, payload=payload)
@@ -210,7 +210,7 @@ def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             made.view(torch.uint8)[..., 0] ^= 1
         return made
 
-    monkeypatch.setattr(stress_load, "values", lying)
+    monkeypatch.setattr(stress_forward, "values", lying)
     result = run(load())
     assert "wrong bytes" in result.error
     assert not result.ok

@@ -84,6 +84,15 @@ class PlaneStage:
         half.layer = layer
         return half
 
+    def held(self, plane: Plane, row: int, place: int) -> torch.Tensor | None:
+        """uint8, the bytes of a layer's plane of a page if they are here now."""
+        for half in self.halves:
+            if half.layer == plane.layer and (row, place) in half.slots:
+                assert half.buffer is not None
+                at = half.slots[row, place] * self.stride
+                return half.buffer.raw()[at : at + plane.nbytes]
+        return None
+
     def place(self, half: PlaneHalf, number: int, nbytes: int) -> Range:
         assert half.buffer is not None
         return Range(half.buffer, number * self.stride, number * self.stride + nbytes)

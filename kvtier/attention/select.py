@@ -129,6 +129,17 @@ class SelectDecode(PagedDecode):
                 found[number].append(self.rows[number].lease.pages[place])
         return found
 
+    def chosen(self, number: int, layer: int) -> torch.Tensor | None:
+        """int64 ``[lists, pages]``: what a layer of a row has read of its sealed pages in this step, a list a KV head
+        or one for all; ``None`` for all of them."""
+        if layer in self.dense or self._budget(number) >= len(self.pages[number]):
+            return None
+        return self._chosen[number, self._selectors[number].source(layer)]
+
+    def selects(self, layer: int) -> bool:
+        """Whether a layer of this step leaves out pages of some row."""
+        return layer not in self.dense and self.leaves_out
+
     @property
     def leaves_out(self) -> bool:
         """Whether some layer of this step does not read all pages of some row."""
@@ -208,6 +219,7 @@ class SelectDecode(PagedDecode):
         return scores.topk(self._budget(number), dim=1).indices.sort(dim=1).values
 
     def _true_lse(self, number: int, plane: Plane, q: torch.Tensor, scale: float) -> torch.Tensor:
+        self.counts["layers read to choose"] += 1
         return PagedDecode.read(self, number, plane, q, scale).page_lse
 
     # ------------------------------------------------------------------ reading what was chosen

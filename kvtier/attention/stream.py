@@ -131,7 +131,7 @@ class ExactStream:
         self._check(layer, plane, k, v)
         window = self._window(layer)
         # With nothing to fetch one half does for all layers, and is still in the processor's cache.
-        half = self.staging.halves[0 if self._hot else self._parity[layer]]
+        half = self.half(layer)
         if not self._hot:
             if self._fetched != layer:
                 self._fetch(layer, window, half, compute)
@@ -150,6 +150,10 @@ class ExactStream:
         self._append(plane, k, v)
         self._gather(window, plane, half)
         return self._views(half, plane, dtypes, window.stop - window.start)
+
+    def half(self, layer: int) -> Half:
+        """The half of staging memory that a layer of this step is served from."""
+        return self.staging.halves[0 if self._hot else self._parity[layer]]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append one layer's new K and V, as ``update``, and leave reading to somebody else, who has announced the

@@ -173,7 +173,7 @@ def render(report: StressReport, console: Console) -> None:
     say(
         f"{report.model}, {format_size(report.weight_bytes)} of weights"
         + (f" ({report.weights_off:.0%} behind the link)" if report.weights_off else "")
-        + f", {report.kv_dtype} KV, {report.sessions} session(s), policy {report.policy}, pages of "
+        + f", {report.kv_dtype} KV, {report.sessions} session(s), mode {report.mode}, policy {report.policy}, pages of "
         f"{report.page_tokens} tokens"
     )
     say(
@@ -211,6 +211,10 @@ def render(report: StressReport, console: Console) -> None:
             f"{r.context:,} tokens: evicted {evicted or 'nothing'}; a step moved "
             f"{', '.join(moved) or 'nothing'}; {books}"
         )
+        if r.choice is not None:
+            say(f"{r.context:,} tokens: mode {r.choice['text']}")
+        if r.selected:
+            say(f"{r.context:,} tokens: {_selected_words(r)}")
         if r.failures:
             told = ", ".join(f"{n} x {name}" for name, n in sorted(r.failures.items()))
             say(f"{r.context:,} tokens: {told}; sequences computed anew {r.rebuilt} time(s)")
@@ -226,6 +230,15 @@ def render(report: StressReport, console: Console) -> None:
     say(_cliff_words(report))
     if report.sweep is not None:
         _render_sweep(report, say)
+
+
+def _selected_words(r: ContextResult) -> str:
+    found, planned = r.selected, r.predicted_selected
+    return (
+        f"a layer chose {found['budget']:.0f} pages a head, {found['planes']:.1f} in all, {found['cold']:.1f} of them not "
+        f"in VRAM ({planned['cold']:.1f} predicted), {found['late']:.1f} of those not sent ahead; {found['churn']:.0%} "
+        f"were new each step; summaries take {format_size(r.vram.get('summaries', 0))} of VRAM"
+    )
 
 
 def _cliff_words(report: StressReport) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.stress.spec import LoadSpec
 
 DESCRIPTION = """\
-Load an emulated graphics card with a model's KV cache: the real store, policies and exact-stream
+Load an emulated graphics card with a model's KV cache: the real store, policies and modes of
 attention, on a card that is not there. No weights are needed, only a geometry. Says how fast
 decoding should be and how fast it is emulated, where the cliff begins, what was evicted, what
 failed, and whether the books add up. Nothing is measured: all times are simulated.
@@ -31,6 +31,11 @@ model: a name such as llama-3.1-8b, or layers=32,kv_heads=8,head_dim=128,params=
 sizes: bytes, or a number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024),
   always at full size: --scale makes the data of the run smaller and the emulated rates with it, so
   that times stay those of the full size. --no-payload runs at full size without any bytes.
+mode: exact-stream (cold pages are copied), exact-split (the processor attends to them), auto (the faster of
+  the two by prediction), or select:NAME,budget=10%, which reads some pages only; it may be followed by
+  recent=, sinks=, dense=, scope=, prefetch= and the selector's own parameters.
+locality: churn=0.2,heads=0.5,layers=0.5: share of the chosen pages that are new each step, and how many more
+  pages the heads of a layer, and the layers, choose together than one alone. Queries are made up by it.
 faults: copy-fail, stall, slow, alloc-fail by probability; fail-h2d, fail-d2h, stall-h2d, stall-d2h,
   slow-h2d, slow-d2h, fail-alloc at the n-th; stall-s, slow-factor, no-pin, seed.
   Example: --faults copy-fail=0.01,slow-h2d=100,seed=3
@@ -40,6 +45,7 @@ examples:
   kvtier stress --card rtx-4060-ti-16gb --weights-off-card 0.2 --link fallback --contexts 512
   kvtier stress --model llama-3.1-70b --card h100-sxm5-80gb --contexts 128k --no-payload
   kvtier stress --sweep vram --target-tps 20 --contexts 32k --kv-dtype fp8
+  kvtier stress --mode select:quest,budget=10% --contexts 16k --vram 6GB --page-tokens 64 --policy mass
 
 exit status: 0 done, 1 a context failed or its books do not add up, 2 wrong options, 130 interrupted.
 """
@@ -73,7 +79,8 @@ def add_stress(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--contexts", metavar="N,..", default="512,2k,8k,32k", help="tokens a sequence, k = 1024")
     add("--sessions", metavar="N", default="1", help="sequences decoded together (default: 1)")
     add("--policy", metavar="P", default="lru", help="which pages stay in VRAM (default: lru)")
-    add("--mode", metavar="M", default="exact-stream", help="exact-stream, the only one so far")
+    add("--mode", metavar="M", default="exact-stream", help="how decoding reads pages; see below")
+    add("--locality", metavar="L", default="0.2", help="what a selector looks for; see below")
     add("--duration", metavar="D", default="16", help="steps a context, or virtual time such as 2s")
     add("--faults", metavar="F,..", help="what goes wrong; see below")
     add("--kv-dtype", metavar="T,..", default="bf16", help="bf16, fp8, int8, int4; one load each")
@@ -105,13 +112,23 @@ def stress_options(args: argparse.Namespace) -> StressOptions:
     Raises:
         ConfigError: names the option, its value and what to give instead.
     """
+    from kvtier.attention.mode import parse_mode
     from kvtier.cli.chart import check_chart_path
+    from kvtier.cost.churn import parse_locality
     from kvtier.cost.models import KV_DTYPES, find_model
     from kvtier.policy import load_policy
     from kvtier.stress.spec import FaultPlan, LoadSpec, parse_duration, parse_faults
 
-    if args.mode != "exact-stream":
-        raise ConfigError(f"--mode is {args.mode!r}; use exact-stream")
+    mode = args.mode.strip()
+    try:
+        if mode != "auto":
+            parse_mode(mode)
+    except ConfigError as error:
+        raise ConfigError(f"--mode: {error}") from error
+    try:
+        locality = parse_locality(args.locality)
+    except ConfigError as error:
+        raise ConfigError(f"--locality: {error}") from error
     if args.sweep not in (None, "vram"):
         raise ConfigError(f"--sweep is {args.sweep!r}; use vram")
     if (args.sweep is None) != (args.target_tps is None):
@@ -163,6 +180,8 @@ def stress_options(args: argparse.Namespace) -> StressOptions:
             contexts=contexts,
             sessions=_count(args.sessions, "--sessions", 1),
             policy=args.policy,
+            mode=mode,
+            locality=locality,
             duration=duration,
             kv_dtype=dtype,
             weight_bits=_number(args.weight_bits, "--weight-bits", 1.0, 32.0, "4.9"),

@@ -23,6 +23,7 @@ from kvtier.cost.kv_dtype import KVDtype, kv_dtype
 from kvtier.cost.shape import ModelShape
 from kvtier.devices.cards import Card
 from kvtier.errors import ConfigError
+from kvtier.layout import SUMMARY_ROWS
 from kvtier.units import format_size
 
 #: Beyond these, memory is not what limits.
@@ -58,6 +59,7 @@ class Budget:
     kv_off: float = 0.0
     utilization: float = 1.0
     state_slots: int | None = None
+    summary_tokens: int = 0
 
     def __post_init__(self) -> None:
         lengths = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
@@ -67,6 +69,7 @@ class Budget:
             ("chunk", self.chunk, 1),
             ("gpus", self.gpus, 1),
             ("tokens", min(lengths, default=0), 0),
+            ("summary_tokens", self.summary_tokens, 0),
             ("state_slots", 1 if self.state_slots is None else self.state_slots, 0),
         ):
             if value < least or value != int(value):
@@ -132,6 +135,7 @@ class Budget:
             BudgetPart("kv", kv * (1 - self.kv_off), f"{model.source}; {self.dtype.describe()}"),
             BudgetPart("state", state, f"recurrent state, {model.source}"),
             BudgetPart("page rounding", (paged - kv) * (1 - self.kv_off), self._rounding_source),
+            BudgetPart("summaries", self._summaries(), self._summaries_source),
             BudgetPart("staging", staging, "two layers of KV and one of weights on their way"),
             BudgetPart("activations", activations, SOURCES["activations"]),
             BudgetPart("logits", logits, SOURCES["logits"]),
@@ -192,6 +196,26 @@ class Budget:
                     room = whole.kv_bytes(-(-length // page) * page, self.dtype)
                 paged += room * share * count
         return exact, paged, state
+
+    @property
+    def _summaries_source(self) -> str:
+        return (
+            f"of all pages of {self.summary_tokens} tokens, wherever those are: {SUMMARY_ROWS} numbers a channel of K "
+            "for each layer with full attention"
+        )
+
+    def _summaries(self) -> float:
+        if not self.summary_tokens:
+            return 0.0
+        size = self.dtype.element_bits / 8
+        page = sum(
+            SUMMARY_ROWS * layer.k * size * self._split(layer) * times
+            for layer, times in self.model.unlike_layers.items()
+            if layer.kind == "full"
+        )
+        return page * sum(
+            -(-length // self.summary_tokens) * count for length, count in self.lengths.items()
+        )
 
     def _staging(self, kv: float) -> float:
         layers = max(1, self.model.attention_layers)
@@ -297,6 +321,7 @@ def memory_budget(
     kv_off: float = 0.0,
     utilization: float = 1.0,
     state_slots: int | None = None,
+    summary_tokens: int = 0,
 ) -> Budget:
     """Where the memory goes.
 
@@ -312,6 +337,7 @@ def memory_budget(
         utilization: share of the memory that the engine may fill (vLLM's
             ``gpu_memory_utilization``).
         state_slots: recurrent states that the engine has room for, if it sets a number.
+        summary_tokens: tokens of a page whose keys are summarised for selection; 0: there are no summaries.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -335,6 +361,7 @@ def memory_budget(
         kv_off,
         utilization,
         state_slots,
+        summary_tokens,
     )
 
 

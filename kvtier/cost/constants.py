@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from kvtier.cost.churn import CHURN
 from kvtier.cost.decode import STEP_S
 from kvtier.cost.links import DISK_RATE
 from kvtier.devices.cards import STAGED_RATE, VRAM_EFFICIENCY
@@ -263,8 +264,9 @@ DEFAULTS = Constants(
             "are read", low=0.12, high=1.0,
         ),
         Constant(
-            "recalled_share", 0.2, "share of budget",
-            "pages of the budget that were not in VRAM a step before; assumed", low=0.05, high=1.0,
+            "selection_churn", CHURN, "share of pages",
+            "pages chosen that were not chosen a step before: about what Quest has on SmolLM2-135M-Instruct and real "
+            "texts (bench/quality.py)", low=0.05, high=1.0,
         ),
         Constant(
             "selection_s", 1.19e-3, "s",

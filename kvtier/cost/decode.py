@@ -63,6 +63,7 @@ class StepTime:
         seconds: the step.
         compute_s: all kernels. copy_s: cold KV on the link. off_s: weights over the link.
         host_s: submission of the copies. disk_s: reads from disk. fixed_s: what no layer explains.
+        cpu_s: attention by the processor.
     """
 
     seconds: float
@@ -72,14 +73,16 @@ class StepTime:
     host_s: float
     disk_s: float
     fixed_s: float
+    cpu_s: float = 0.0
 
     @property
     def bound(self) -> str:
-        """What the step waits for most: ``memory``, ``link``, ``disk`` or ``host``."""
+        """What the step waits for most: ``memory``, ``link``, ``disk``, ``cpu`` or ``host``."""
         parts = {
             "memory": self.compute_s,
             "link": self.copy_s + self.off_s,
             "disk": self.disk_s,
+            "cpu": self.cpu_s,
             "host": self.host_s + self.fixed_s,
         }
         return max(parts, key=lambda name: parts[name])

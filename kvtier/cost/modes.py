@@ -2,6 +2,8 @@
 
     t = t0 + n t_seq + W_vram/(eta BW) + W_off/B_link + KV_hot/(eta BW) + what the mode adds
 
+Copies and the processor run beside kernels: ``kvtier.cost.decode`` and ``kvtier.cost.in_place`` have the times of a layer.
+
 =============  ==================================================================================
 mode           what a step reads
 =============  ==================================================================================
@@ -23,9 +25,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from kvtier.cost.basis import Basis
+from kvtier.cost.churn import Locality, Traffic, traffic
 from kvtier.cost.cliff import Level, level
 from kvtier.cost.constants import DEFAULTS, Constants
 from kvtier.cost.decode import KERNELS, LayerLoad, step_time
+from kvtier.cost.in_place import InPlaceLoad, in_place_time
 from kvtier.cost.links import LinkPath, link_path
 from kvtier.cost.models import ModelShape
 from kvtier.cost.prefill import vram_constant
@@ -52,20 +56,29 @@ class Selection:
         page_tokens: of a summarised page.
         summaries: vectors as wide as a key that summarise a page: 2 for minimum and maximum
             (Quest), 0 if scores come from elsewhere.
-        dense: share of the layers that read all KV.
+        dense: share of the layers that read all KV; what of it is off the card is read by the processor.
+        locality: how alike choices are, where KV is off the card (``kvtier.cost.churn``); None: the churn is a
+            constant. always: share of the budget that is read whatever the query.
+        heads: lists of pages a layer has. guessed: copies are sent ahead.
+        gathered: what is in VRAM is copied together before it is read, as where each head has a list of its own.
     """
 
     tokens: int = 2048
     page_tokens: int = 16
     summaries: float = 2.0
     dense: float = DENSE_LAYERS
+    locality: Locality | None = None
+    always: float = 0.125
+    heads: int = 1
+    guessed: bool = True
+    gathered: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.page_tokens < 1:
             raise ConfigError(
                 f"a selection of {self.tokens} tokens in pages of {self.page_tokens}; give 1 or more"
             )
-        share(dense=self.dense)
+        share(dense=self.dense, always=self.always)
         not_negative(summaries=self.summaries)
 
 
@@ -83,6 +96,8 @@ class Workload:
         server: the host has eight memory channels or more.
         gpus: cards that split each layer; KV of MLA is on each of them in full.
         selection: of the modes ``select`` and ``evict``.
+        hot_passes: times that mode ``kv-stream`` moves KV that is in VRAM: 3 where it is gathered first, as
+            ``exact-stream`` does. page_tokens: of a page whose K or V of a layer is one piece of a copy.
     """
 
     model: ModelShape
@@ -98,6 +113,8 @@ class Workload:
     server: bool = False
     gpus: int = 1
     selection: Selection = Selection()
+    hot_passes: float = 1.0
+    page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
         share(weights_off=self.weights_off, kv_off=self.kv_off)
@@ -225,7 +242,8 @@ def _basis(
     if mode in ("select", "evict"):
         names.append("selection_s")
     if mode == "select" and work.kv_off:
-        names.append("recalled_share")
+        names += ["handover_s", *(["selection_churn"] if work.selection.locality is None else [])]
+        names += ["cpu_attention_bw"] if work.selection.dense else []
     if work.gpus > 1:
         names.append("split_s")
     if work.model.experts:
@@ -314,7 +332,7 @@ def _parts(
     if mode == "kv-stream" and work.kv_off:
         # Copies of one layer run beside the kernels of another: kvtier.cost.decode.
         path, disk_rate = _way(work, constants, kv_rate)
-        pieces = max(1, round(work.batch * work.kv_off * work.context / PAGE_TOKENS))
+        pieces = max(1, round(work.batch * work.kv_off * work.context / work.page_tokens))
         cold = kv / layers * work.kv_off
         layer = LayerLoad(
             weights=(read - off) / layers,
@@ -325,8 +343,7 @@ def _parts(
         )
         step = step_time(
             [layer] * layers, work.card, path, efficiency=efficiency, step_s=fixed,
-            hot_passes=1.0,  # as in mode vram: what is off the card only adds
-            disk_rate=disk_rate or constants["disk_bw"],
+            hot_passes=work.hot_passes, disk_rate=disk_rate or constants["disk_bw"],
         )  # fmt: skip
         if disk_rate:
             parts["KV from disk"] = step.disk_s
@@ -334,31 +351,85 @@ def _parts(
         parts["KV in VRAM"] = step.compute_s - parts["weights in VRAM"]
         parts["step"] = step.seconds + parts["weights off the card"]
         return parts
-    hot = kv
-    if mode == "kv-cpu" and work.kv_off:
-        name = "server_cpu_attention_bw" if work.server else "cpu_attention_bw"
-        cold = kv * work.kv_off
-        hot = kv - cold
-        parts["KV on the processor"] = cold / constants[name] + layers * constants["handover_s"]
-    if mode == "select" and work.kv_off:
-        chosen = work.model.read_kv_bytes(
-            min(work.context, work.selection.tokens), work.kv_dtype
-        ) * work.batch / _kv_split(work)  # fmt: skip
-        recalled = chosen * work.kv_off * constants["recalled_share"]
+    if mode in ("kv-cpu", "select") and work.kv_off:
         path, disk_rate = _way(work, constants, kv_rate)
-        if disk_rate:
-            parts["KV from disk"] = recalled / disk_rate
-        pages = math.ceil(
-            work.batch * work.selection.tokens / work.selection.page_tokens
-            * work.kv_off * constants["recalled_share"]
+        loads, moved, pages = _in_place(work, mode, constants, layers, (read - off) / layers)
+        name = "server_cpu_attention_bw" if work.server else "cpu_attention_bw"
+        step = in_place_time(
+            loads, work.card, path, cpu_rate=constants[name], handover_s=constants["handover_s"],
+            moved=moved, moved_pieces=pages, efficiency=efficiency, step_s=fixed,
+            disk_rate=disk_rate or constants["disk_bw"],
         )  # fmt: skip
-        parts["KV over the link"] = (
-            path.seconds(recalled, pages * layers) + layers * (constants["handover_s"])
+        if step.cpu_s:
+            parts["KV on the processor"] = step.cpu_s
+        if mode == "select":
+            parts["KV over the link"] = step.copy_s + step.host_s
+            if disk_rate:
+                over = moved + sum(one.ahead + one.late for one in loads)
+                parts["KV from disk"] = over / disk_rate
+        parts["kernels"] = kernels
+        parts["KV in VRAM"] = step.compute_s - kernels - parts["weights in VRAM"]
+        parts["step"] = (
+            step.seconds + parts["weights off the card"] + parts.get("KV from disk", 0.0)
         )
-    parts["KV in VRAM"] = hot / rate
+        return parts
+    passes = work.hot_passes if mode == "kv-stream" else 1.0
+    parts["KV in VRAM"] = (passes * kv + _gathered(work, mode)) / rate
     parts["kernels"] = kernels
     parts["step"] = sum(parts.values())
     return parts
+
+
+def _gathered(work: Workload, mode: Mode) -> float:
+    """Bytes that a selecting step moves in VRAM beyond those that it reads, all of them being there."""
+    chosen = work.selection
+    if mode != "select" or not chosen.gathered or chosen.tokens >= work.context:
+        return 0.0
+    found = selection_traffic(work)
+    plane = work.model.read_kv_bytes(chosen.page_tokens, work.kv_dtype) / _kv_split(work)
+    return 2 * work.batch * found.planes * plane * (1 - chosen.dense)
+
+
+def selection_traffic(work: Workload, constants: Constants = DEFAULTS) -> Traffic:
+    """What a selector moves for one sequence in a layer and step, in pages of ``work.selection``: from its budget,
+    its churn and the share of the KV that is in VRAM."""
+    chosen = work.selection
+    locality = chosen.locality or Locality(churn=constants["selection_churn"])
+    budget = chosen.tokens / chosen.page_tokens
+    pages = work.context / chosen.page_tokens
+    return traffic(
+        pages, budget, 1 - work.kv_off, locality, always=chosen.always * budget, heads=chosen.heads,
+        guessed=chosen.guessed, vram_pages=max(1.0, pages * (1 - work.kv_off)),
+    )  # fmt: skip
+
+
+def _in_place(
+    work: Workload, mode: Mode, constants: Constants, layers: int, weights: float
+) -> tuple[list[InPlaceLoad], float, int]:
+    """Layers that read pages where they are; bytes and number of the pages that move to VRAM before a step."""
+    split, batch, chosen = _kv_split(work), work.batch, work.selection
+    whole = batch * work.model.read_kv_bytes(work.context, work.kv_dtype) / split / layers
+    cold = whole * work.kv_off
+    full = InPlaceLoad(weights=weights, kv=whole - cold, cpu=cold, handovers=batch)
+    if mode == "kv-cpu" or chosen.tokens >= work.context:
+        return [full] * layers, 0.0, 0
+    found = selection_traffic(work, constants)
+    plane = work.model.read_kv_bytes(chosen.page_tokens, work.kv_dtype) / split / layers
+    pages = math.ceil(work.context / chosen.page_tokens)
+    key = 1.0 if work.model.count("latent") else 0.5
+    gathered = 2 * (found.planes - found.missing) if chosen.gathered else 0.0
+    ahead, late = batch * found.ahead, batch * found.late
+    some = InPlaceLoad(
+        weights=weights,
+        summaries=batch * pages * chosen.summaries * key * plane / chosen.page_tokens,
+        kv=batch * (gathered + found.read) * plane,
+        ahead=ahead * plane, ahead_pieces=math.ceil(ahead),
+        late=late * plane, late_pieces=math.ceil(late),
+        submissions=batch * ((ahead > 0) + (late > 0)),
+    )  # fmt: skip
+    dense = round(chosen.dense * layers)
+    moved = batch * found.moved
+    return [full] * dense + [some] * (layers - dense), moved * plane * layers, math.ceil(moved)
 
 
 def _way(work: Workload, constants: Constants, kv_rate: float) -> tuple[LinkPath, float | None]:

@@ -16,7 +16,15 @@ from kvtier.cost.budget import Budget, memory_budget
 from kvtier.cost.buffers import RuntimeBuffers
 from kvtier.cost.cliff import level
 from kvtier.cost.constants import DEFAULTS, Constant, Constants
-from kvtier.cost.modes import DecodeEstimate, Mode, Workload, decode_estimate, kv_read, read_weights
+from kvtier.cost.modes import (
+    DecodeEstimate,
+    Mode,
+    Selection,
+    Workload,
+    decode_estimate,
+    kv_read,
+    read_weights,
+)
 from kvtier.cost.prefill import prefill_time, vram_constant
 from kvtier.cost.restore import Chain, restore_or_recompute
 from kvtier.cost.shape import ModelShape
@@ -48,7 +56,7 @@ class Load:
         disk_off: the part of ``kv_off`` that is read from disk first; None: all if ``link`` is
             ``disk``, else nothing.
         link: how those are reached: ``pinned``, ``pageable``, ``fallback``, ``cpu`` or ``disk``.
-        mode: None: what placement and link imply (``kvtier.cost.modes``).
+        mode: None: what placement and link imply (``kvtier.cost.modes``). selection: of mode ``select``.
         vram: bytes that may be used in all; None: what the card leaves.
         page_tokens: of a page. buffers: of the runtime; None: the defaults.
         disk_prefix: prompts are restored from a disk tier.
@@ -67,6 +75,7 @@ class Load:
     asked: tuple[str, ...] = ("weights", "kv")
     disk_off: float | None = None
     mode: Mode | None = None
+    selection: Selection = field(default_factory=Selection)
     vram: int | None = None
     page_tokens: int = 16
     buffers: RuntimeBuffers | None = None
@@ -89,6 +98,7 @@ class Load:
             buffers=self.buffers,
             weights_off=self.weights_off,
             kv_off=self.kv_off,
+            summary_tokens=self.selection.page_tokens if self.mode == "select" else 0,
         )
 
     @property
@@ -153,6 +163,7 @@ class Load:
             kv_off=self.kv_off,
             weights_link=self.link,
             kv_link=self.link if self.link in ("pinned", "pageable", "fallback") else "pinned",
+            selection=self.selection,
         )
 
     @cached_property

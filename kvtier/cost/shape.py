@@ -266,9 +266,17 @@ class ModelShape:
         fits = [n for n in range(1, common + 1) if common % n == 0]
         return min(fits, key=lambda n: abs(math.log(n / wanted)))
 
-    def layout(self, dtype: str, page_tokens: int, divisor: int = 1) -> PageLayout:
-        """The pages of this model, with K and V of a token ``divisor`` times smaller. They hold
-        the elements alone, without the scales of a quantised format."""
+    def layout(
+        self,
+        dtype: str,
+        page_tokens: int,
+        divisor: int = 1,
+        *,
+        heads: int = 1,
+        summaries: bool = False,
+    ) -> PageLayout:
+        """The pages of this model, with K and V of a token ``divisor`` times smaller, cut into
+        ``heads``. They hold the elements alone, without the scales of a quantised format."""
         element = KV_DTYPES[dtype][0]
         k, v = (n // divisor for n in self.part_elements(dtype))
 
@@ -279,9 +287,10 @@ class ModelShape:
             if layer.kind not in ("full", "sliding", "latent"):
                 return LayerLayout("none")
             kind, window = layer.kind, layer.window or None
-            return LayerLayout(kind, 1, k, element, 1, v, element, window, state)
+            n = heads if kind != "latent" else 1
+            return LayerLayout(kind, n, k // n, element, n, v // n, element, window, state)
 
-        return PageLayout([layout(layer) for layer in self.layers], page_tokens)
+        return PageLayout([layout(layer) for layer in self.layers], page_tokens, summaries)
 
     @cached_property
     def describe(self) -> str:

@@ -6,11 +6,14 @@ learns at once whether the slow path will be needed, and what that costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from kvtier.cost.choose import Choice, choose_mode
+from kvtier.cost.constants import DEFAULTS
 from kvtier.cost.geometry import LayerShape
 from kvtier.cost.outlook import Load
+from kvtier.cost.profile import own_profile
 from kvtier.cost.shape import ModelShape, StoredWeights
 from kvtier.devices.cards import Card, LinkKind, find_card
 from kvtier.errors import ConfigError
@@ -123,6 +126,35 @@ def card_of(device: object) -> tuple[Card, LinkKind] | None:
         return find_card(getattr(device, "name", "").partition(" ")[2]), "pinned"
     except ConfigError:
         return None
+
+
+def tier_choice(
+    layout: PageLayout,
+    device: object,
+    sizes: Mapping[str, int],
+    *,
+    tokens: int,
+    weight_bytes: int,
+    split: str = "",
+) -> Choice:
+    """The exact mode in which a sequence decodes faster from tiers of these ``sizes``.
+
+    Rates are those of this machine's profile, if there is one (``kvtier calibrate``).
+
+    Args:
+        tokens: of the sequence; 0 if they are not known: then as many as VRAM and host RAM hold.
+        split: why ``exact-split`` cannot be used; empty if it can.
+    """
+    known = card_of(device)
+    if known is None:
+        return choose_mode(None, split=split)
+    card, link = known
+    held = (sizes["vram"] + sizes["host"]) // layout.page_bytes * layout.page_tokens
+    expected = Expected(max(1, tokens or held), weight_bytes)
+    load = tier_load(layout, card, expected, vram=sizes["vram"], host=sizes["host"], link=link)
+    profile, _ = own_profile()
+    constants = DEFAULTS if profile is None else profile.constants(card)
+    return choose_mode(load.work, constants=constants, split=split)
 
 
 def stored_bytes(layout: PageLayout, expected: Expected) -> int:

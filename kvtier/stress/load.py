@@ -1,9 +1,9 @@
-"""One context of a load: the real store, sessions and exact-stream attention on the emulated card.
+"""One context of a load: the real store, sessions and modes of attention on the emulated card.
 
 What is emulated is the card alone. Pages are reserved, sealed, evicted and streamed by the code that
-serves a model; only the model is missing: K and V are a pattern of (sequence, token, layer), so that
+serves a model; only the model is missing: K, V and queries are made up of (sequence, token, layer), so that
 what attention gets can be compared byte for byte, and the time of a layer's own kernels comes from
-the bytes and operations of its weights.
+the bytes and operations of its weights (``kvtier.stress.forward``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.attention.stream import ExactStream
+from kvtier.attention.engine import AttentionEngine
+from kvtier.attention.select import SelectDecode
 from kvtier.attention.window import Row
 from kvtier.cost.decode import STEP_S
-from kvtier.cost.links import DISK_RATE
 from kvtier.cost.monitor import RateMonitor
-from kvtier.devices.base import Buffer
 from kvtier.devices.cards import VRAM_EFFICIENCY
 from kvtier.devices.emulated import EmulatedDevice
 from kvtier.devices.operations import Span
@@ -30,7 +29,7 @@ from kvtier.errors import CopyFailedError, KvtierError, OffloadWarning, PageLost
 from kvtier.identity import ModelIdentity
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
-from kvtier.stress.pattern import compare, values
+from kvtier.stress.forward import LONGEST_WAIT_S, Forward, Weights
 from kvtier.stress.plan import SPARE_TOKENS, LoadPlan
 from kvtier.stress.report import ContextResult, empty_result
 
@@ -39,8 +38,6 @@ Watch = Callable[[str, int, int, TieredStore], None]
 
 #: Errors after which a step can be tried again, and how often.
 _RETRIES = 20
-#: Virtual seconds for the work of a step.
-_LONGEST_WAIT_S = 3600.0
 #: How often lost sequences are computed anew before the context is given up.
 _REBUILDS = 3
 
@@ -88,7 +85,9 @@ class _Load:
         self.failures: Counter[str] = Counter()
         self._watch, self._trace, self._steps = watch, trace, steps
         self._scale = 1 / plan.divisor
-        self._checks = 0
+        self._fixed_s = STEP_S
+        if plan.mode.selection is not None:
+            self._fixed_s += plan.spec.constants["selection_s"]
 
     def run(self) -> ContextResult:
         began = time.process_time()
@@ -130,15 +129,12 @@ class _Load:
 
     def _run(self) -> None:
         plan, device = self.plan, self.device
-        self.weights = self._reserve(plan.weights_in_vram)
-        self.scratch = self._reserve(plan.off_layer)
-        off = self.spec.weights_off * plan.weights
-        self.off_weights = self._reserve(off, host=True)
+        self.weights = Weights(plan, device)
         try:
             store = TieredStore(
                 plan.run_layout,
                 device=device,
-                vram=plan.tier_pages * plan.run_layout.page_bytes,
+                vram=self._vram(),
                 host=self._pages(self.spec.host),
                 disk=round(self.spec.disk * self._scale),
                 path=self._folder(),
@@ -146,16 +142,17 @@ class _Load:
                 check=self.spec.check,
             )
         except BaseException:
-            self._free_weights()
+            self.weights.free()
             raise
         try:
             self._serve(store)
         finally:
             self._close(store)
 
-    def _reserve(self, nbytes: float, *, host: bool = False) -> Buffer | None:
-        size = round(nbytes * self._scale)
-        return self.device.reserve(size, host=host) if size else None
+    def _vram(self) -> int:
+        """The tier: pages, and room for the summaries that are taken from it, in whole pages."""
+        page = self.plan.run_layout.page_bytes
+        return (self.plan.tier_pages + -(-round(self.plan.summaries * self._scale) // page)) * page
 
     def _pages(self, nbytes: int) -> int:
         """A tier of as many pages as ``nbytes`` hold at full size."""
@@ -171,17 +168,12 @@ class _Load:
         result = self.result
         try:
             result.books += [f"the store: {text}" for text in store.close()]
-            self._free_weights()
+            self.weights.free()
             for what, left in (("VRAM", self.device.used_bytes), ("host", self.device.host_bytes)):
                 if left:
                     result.books.append(f"{left} bytes of {what} memory were not given back")
         except KvtierError as error:
             result.books.append(f"closing: {type(error).__name__}: {error}")
-
-    def _free_weights(self) -> None:
-        for buffer in (self.weights, self.scratch, self.off_weights):
-            if buffer is not None:
-                self.device.free(buffer)
 
     # ------------------------------------------------------------------ serving
 
@@ -189,12 +181,17 @@ class _Load:
         result, spec = self.result, self.spec
         self.store = store
         self.sessions: list[Session] = []
-        self.stream = ExactStream(store, columns=self.plan.columns)
+        self.engine = AttentionEngine(store, self.plan.mode, columns=self.plan.columns)
+        self.forward = Forward(self.plan, store, self.engine, self.weights)
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._close_sessions)
                 # At once for all sequences: growing it later would take more.
-                self.stream.staging.fit(spec.sessions, self.plan.columns, store.timeout_s)
+                self.engine.stream.staging.fit(spec.sessions, self.plan.columns, store.timeout_s)
+                if isinstance(self.engine.paged, SelectDecode):
+                    # Before the tier has grown into the memory that summaries take from it.
+                    pages = self.plan.context // spec.page_tokens
+                    self.engine.paged.reserve([pages] * spec.sessions)
                 self._prefill()
                 moved = {name: link.bytes for name, link in store.stats().links.items()}
                 result.prefill_s = self.device.now_s
@@ -204,6 +201,7 @@ class _Load:
                     name: (link.bytes - moved[name]) / self._scale
                     for name, link in stats.links.items()
                 }
+                result.selected = self.forward.selected
                 result.evicted = {name: tier.pages_out for name, tier in stats.tiers.items()}
                 result.pages = sum(len(session.pages) for session in self.sessions)
                 result.cold_pages = sum(
@@ -211,7 +209,8 @@ class _Load:
                 )
                 self._check_books()
         finally:
-            self.stream.close()
+            result.checked_bytes = self.forward.checked
+            self.engine.close()
         if result.decode_s > 0:
             result.emulated_tps = result.steps * spec.sessions / result.decode_s
 
@@ -229,7 +228,7 @@ class _Load:
                 self._tell("prefill", number * plan.context + session.length, total)
                 # As whoever samples a token does.
                 with contextlib.suppress(CopyFailedError):  # told to whoever needs the bytes
-                    self.device.synchronize(_LONGEST_WAIT_S)
+                    self.device.synchronize(LONGEST_WAIT_S)
             session.seal()
 
     def _decode(self) -> None:
@@ -254,8 +253,8 @@ class _Load:
                 began += self.device.now_s - last
                 last = self.device.now_s
                 continue
-            self.device.synchronize(_LONGEST_WAIT_S)
-            self.device.host_work(STEP_S)
+            self.device.synchronize(LONGEST_WAIT_S)
+            self.device.host_work(self._fixed_s)
             result.steps += 1
             monitor.feed(spec.sessions, self.device.now_s - last)
             if self._steps is not None:
@@ -297,7 +296,7 @@ class _Load:
             kv_dtype=self.spec.kv_dtype,
             kv_quantisation="",
             rope="",
-            attention="exact-stream",
+            attention=self.plan.mode.text,
             layout_digest=layout.digest,
             page_tokens=layout.page_tokens,
         )
@@ -315,7 +314,7 @@ class _Load:
             except CopyFailedError as error:
                 self._failed(error)
                 with contextlib.suppress(CopyFailedError):
-                    self.device.synchronize(_LONGEST_WAIT_S)
+                    self.device.synchronize(LONGEST_WAIT_S)
         raise CopyFailedError(f"a step failed {_RETRIES} times in a row")
 
     def _try_step(self, numbers: list[int], new: int) -> None:
@@ -323,75 +322,26 @@ class _Load:
         for session in sessions:
             session.seal()
         self.store.poll()
+        self.engine.prepare([session.pages for session in sessions], new)
         for session in sessions:
             session.reserve(new)
         before = sessions[0].length
         rows = [Row(s.lease()[0], s.tails, 0, s.length, new, 0) for s in sessions]
         try:
-            self.stream.begin(rows, before, before + new)
-            for layer in self.stream.layers:
-                self._layer(layer, numbers, before, new)
+            self.engine.begin(rows, before, before + new)
+            self.forward.run(numbers, before, new)
         finally:
-            name, event = self.stream.end()
+            name, event = self.engine.end()
             for session in sessions:
                 session.rest(name, event)
         for number, session in zip(numbers, sessions, strict=True):
             session.extend(new, _tokens(number, before, new))
 
-    def _layer(self, layer: int, numbers: list[int], before: int, new: int) -> None:
-        plan, device = self.plan, self.device
-        compute = device.compute_stream()
-        place = self.stream.layers.index(layer)
-        reads = []
-        if self.off_weights is not None and self.scratch is not None:
-            # As when a kernel touches memory that the driver has paged out: nothing hides it.
-            size = self.scratch.nbytes
-            start = min(place * size, self.off_weights.nbytes - size)
-            device.copy(
-                compute, [(self.scratch.range(), self.off_weights.range(start, start + size))]
-            )
-            reads.append(self.scratch.range())
-        plane, payload = self.store.layout.plane(layer), self.spec.payload
-        k, v = (
-            values(part, layer, numbers, before, before + new, payload=payload)
-            for part in (plane.k, plane.v)
-        )
-        read_before = self._from_disk()
-        got = self.stream.update(layer, k, v)
-        if payload and (before + place) % len(self.stream.layers) == 0:
-            for side in got:
-                self.result.checked_bytes += compare(side, layer, numbers, before + new)
-        kv_bytes = self._kv_bytes(place, sum(side.nbytes for side in got))
-        if self.weights is not None:
-            share = self.weights.nbytes // len(self.stream.layers)
-            reads.append(self.weights.range(place * share, (place + 1) * share))
-        tokens = new * len(numbers)
-        active = self.spec.model.active_params or self.spec.model.params
-        device.compute(
-            compute,
-            f"layer {layer}",
-            nbytes=plan.read / plan.paged_layers * self._scale + kv_bytes,
-            flops=2 * active * tokens / plan.paged_layers * self._scale,
-            reads=reads,
-        )
-        if self.spec.disk:
-            # The disk is no part of the emulated card; the host waits while it reads.
-            device.host_work((self._from_disk() - read_before) / (DISK_RATE * self._scale))
-
-    def _from_disk(self) -> int:
-        return self.store.stats().links["disk->host"].bytes if self.spec.disk else 0
-
     @staticmethod
     def _traffic(reads: Sequence[Span], writes: Sequence[Span]) -> int:
         """The stream declares what it touches, whole pages and once a step: enough to find races, but not
-        what each layer moves. ``_layer`` charges that."""
+        what each layer moves. ``Forward`` charges that."""
         return 0
-
-    def _kv_bytes(self, place: int, filled: int) -> int:
-        """What a layer's gathering and attention move: hot bytes are read and written on their way into
-        staging memory and read again by attention, cold ones are there already and read once."""
-        cold = sum(at.nbytes for at in self.stream.staging.halves[place % 2].cold)
-        return 3 * filled - 2 * cold
 
     # ------------------------------------------------------------------ books
 

@@ -50,3 +50,16 @@ def compare(got: torch.Tensor, layer: int, numbers: Sequence[int], stop: int) ->
     if wrong:
         raise AssertionError(f"{wrong} bytes of layer {layer} are not those that were written")
     return int(seen.size)
+
+
+def same(got: torch.Tensor, made: torch.Tensor, layer: int) -> int:
+    """Check bytes that were read against those that were written; their number.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    seen, wanted = (x.contiguous().view(torch.uint8).flatten() for x in (got, made))
+    wrong = int((seen != wanted).sum())
+    if wrong:
+        raise AssertionError(f"{wrong} bytes of layer {layer} are not those that were written")
+    return seen.numel()

@@ -6,24 +6,33 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from kvtier.attention.mode import Mode, parse_mode
+from kvtier.cost.choose import Choice, choose_mode
 from kvtier.cost.cliff import LEVELS, Level
-from kvtier.cost.constants import DEFAULTS, Constant, Constants
+from kvtier.cost.constants import Constant, Constants
 from kvtier.cost.decode import (
+    STEP_S,
     LayerLoad,
     Slowdown,
     StepTime,
     all_in_vram,
     step_time,
 )
+from kvtier.cost.in_place import in_place_time
 from kvtier.cost.links import LinkPath
 from kvtier.cost.outlook import Load
 from kvtier.errors import ConfigError
-from kvtier.layout import PageLayout
+from kvtier.layout import PageLayout, Plane
+from kvtier.stress import in_place
+from kvtier.stress.in_place import plane_bytes, summary_bytes
 from kvtier.stress.spec import LoadSpec
 from kvtier.units import format_size
 
 #: Tokens of a decode run that the staging memory is made for, beyond the context.
 SPARE_TOKENS = 512
+
+#: KV dtypes with which attention can be computed where pages are.
+FLOATS = ("bf16",)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,61 @@ class LoadPlan:
     @cached_property
     def layout(self) -> PageLayout:
         """Pages at full size."""
-        return self.spec.model.layout(self.spec.kv_dtype, self.spec.page_tokens)
+        spec = self.spec
+        heads = self.kv_heads if self.computes else 1
+        return spec.model.layout(
+            spec.kv_dtype, spec.page_tokens, heads=heads, summaries=self._summarised
+        )
+
+    @cached_property
+    def asked(self) -> Mode:
+        """The mode that was asked for; exact-stream while it is to be chosen."""
+        text = self.spec.mode
+        return parse_mode("exact-stream" if text == "auto" else text)
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """Which exact mode, and why, if that was left to the cost model."""
+        if self.spec.mode != "auto":
+            return None
+        return choose_mode(
+            self._load.work,
+            constants=self._load.constants,
+            split=""
+            if self.spec.kv_dtype in FLOATS
+            else f"{self.spec.kv_dtype} KV can only be gathered",
+        )
+
+    @cached_property
+    def mode(self) -> Mode:
+        """The mode of the run."""
+        return self.asked if self.choice is None else parse_mode(self.choice.mode)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the run really computes attention, from keys that are floats: where a mode may read pages in place."""
+        spec = self.spec
+        return spec.payload and spec.kv_dtype in FLOATS and spec.mode != "exact-stream"
+
+    @property
+    def _summarised(self) -> bool:
+        return self.asked.selection is not None and self.spec.kv_dtype in FLOATS
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """KV heads of the run: the model's, as far as K and V of a token are wide enough for them when scaled."""
+        spec = self.spec
+        sizes = [n // self.divisor for n in spec.model.part_elements(spec.kv_dtype)]
+        return max(
+            n for n in range(1, max(1, spec.model.kv_heads) + 1)
+            if n == 1 or all(size % n == 0 and size // n % 2 == 0 for size in sizes)
+        )  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        model = self.spec.model
+        return max(1, model.query_width // model.part_elements(self.spec.kv_dtype)[0])
 
     @cached_property
     def divisor(self) -> int:
@@ -54,7 +117,13 @@ class LoadPlan:
     def run_layout(self) -> PageLayout:
         """Pages of the run."""
         spec = self.spec
-        return spec.model.layout(spec.kv_dtype, spec.page_tokens, self.divisor)
+        return spec.model.layout(
+            spec.kv_dtype,
+            spec.page_tokens,
+            self.divisor,
+            heads=self.kv_heads if self.computes else 1,
+            summaries=self._summarised,
+        )
 
     @property
     def vram(self) -> int:
@@ -95,14 +164,38 @@ class LoadPlan:
         widest = max(plane.nbytes for plane in self.layout.planes if plane is not None)
         return 2 * self.spec.sessions * self.columns * -(-widest // self.spec.page_tokens)
 
+    @cached_property
+    def summaries(self) -> int:
+        """Of all pages, wherever those are."""
+        return summary_bytes(self) if self.asked.selection is not None else 0
+
+    @cached_property
+    def plane_stage(self) -> int:
+        """Room for planes that are chosen and not in VRAM."""
+        selection = self.asked.selection
+        return plane_bytes(self, selection) if selection is not None else 0
+
     @property
     def tier(self) -> int:
         """What is left of VRAM for pages; may be negative."""
-        return self.vram - self.weights_in_vram - self.off_layer - self.staging
+        taken = self.weights_in_vram + self.off_layer + self.staging + self.plane_stage
+        return self.vram - taken - self.summaries
 
-    @property
+    @cached_property
     def tier_pages(self) -> int:
         return max(0, self.tier // self.layout.page_bytes)
+
+    @property
+    def split(self) -> dict[str, int]:
+        """Where VRAM goes, in bytes."""
+        parts = {
+            "weights": self.weights_in_vram + self.off_layer,
+            "pages": max(0, self.tier),
+            "staging": self.staging,
+            "planes": self.plane_stage,
+            "summaries": self.summaries,
+        }
+        return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
     @property
     def pages(self) -> int:
@@ -130,21 +223,23 @@ class LoadPlan:
 
     def check(self) -> None:
         """Raise ConfigError if the load cannot run."""
+        self._check_mode()
         spec, page = self.spec, self.layout.page_bytes
-        free = self.vram - self.staging - 2 * spec.sessions * page
+        beside = self.staging + self.plane_stage + self.summaries
+        free = self.vram - beside - 2 * spec.sessions * page
         if self.tier_pages < 2 * spec.sessions:
             if self.weights_in_vram > free:
                 share = 1 - max(0.0, free) / self.weights
                 raise ConfigError(
                     f"--weights-off-card is {spec.weights_off:g}, but {format_size(self.weights)} "
-                    f"of weights, {format_size(self.staging)} of staging memory and two pages a "
+                    f"of weights, {format_size(beside)} of staging memory and two pages a "
                     f"sequence do not fit in {format_size(self.vram)} of VRAM at {self.context} "
                     f"tokens; give --weights-off-card {min(1.0, share + 0.005):.2f} or more, fewer "
                     "--weight-bits, or a larger --vram"
                 )
             raise ConfigError(
                 f"--contexts {self.context} with --sessions {spec.sessions} needs "
-                f"{format_size(self.staging)} of staging memory and two pages a sequence beside "
+                f"{format_size(beside)} of staging memory and two pages a sequence beside "
                 f"{format_size(self.weights_in_vram)} of weights, more than the "
                 f"{format_size(self.vram)} of --vram; give fewer tokens or sessions, or more VRAM"
             )
@@ -156,7 +251,37 @@ class LoadPlan:
                 f"{format_size(self.cold_pages * page)} or more, or a --disk"
             )
 
+    def _check_mode(self) -> None:
+        spec, name = self.spec, self.spec.mode.partition(":")[0]
+        if spec.mode in ("auto", "exact-stream"):
+            return
+        if spec.kv_dtype not in FLOATS:
+            raise ConfigError(
+                f"--mode is {name}, which computes with keys where they lie, but --kv-dtype is {spec.kv_dtype}; give "
+                f"--kv-dtype {' or '.join(FLOATS)}, or --mode exact-stream"
+            )
+        if all(layer.kind != "full" for layer in self.layout.layers):
+            raise ConfigError(
+                f"--mode is {name}, but {spec.model.name} has no layer with full attention; give --mode exact-stream"
+            )
+        if self.asked.selection is None:
+            return
+        if not spec.payload:
+            raise ConfigError(
+                "--mode is select, which chooses pages by their keys, but --no-payload keeps none; leave one out"
+            )
+        if max(self.asked.selection.dense, default=0) >= len(self.layout.layers):
+            raise ConfigError(
+                f"--mode has dense={max(self.asked.selection.dense)}, but {spec.model.name} has layers 0 to "
+                f"{len(self.layout.layers) - 1}"
+            )
+
     # times
+
+    @property
+    def planes(self) -> list[Plane]:
+        """Of the layers that have one."""
+        return [plane for plane in self.layout.planes if plane is not None]
 
     @property
     def link(self) -> LinkPath:
@@ -197,7 +322,25 @@ class LoadPlan:
     @cached_property
     def predicted(self) -> Slowdown:
         """A step, and the same with everything in VRAM."""
-        return Slowdown(self._time(self.layers), self._time(all_in_vram(self.layers)))
+        return Slowdown(self._step, self._time(all_in_vram(self.layers)))
+
+    @property
+    def _step(self) -> StepTime:
+        mode = self.mode
+        if mode.kind == "exact-stream":
+            return self._time(self.layers)
+        constants = self.spec.constants
+        nbytes, pieces = in_place.moved(self, mode)
+        return in_place_time(
+            in_place.loads(self, mode),
+            self.spec.card.card,
+            self.link,
+            cpu_rate=constants["cpu_attention_bw"],
+            handover_s=constants["handover_s"],
+            moved=nbytes,
+            moved_pieces=pieces,
+            step_s=STEP_S + (constants["selection_s"] if mode.selection else 0.0),
+        )
 
     def _time(self, layers: list[LayerLoad]) -> StepTime:
         return step_time(layers, self.spec.card.card, self.link)
@@ -205,6 +348,16 @@ class LoadPlan:
     @cached_property
     def outlook(self) -> Load:
         """The same load as ``kvtier plan`` sees it, for the warnings."""
+        load, mode = self._load, self.mode
+        if not load.kv_off or mode.kind == "exact-stream":
+            return load
+        if mode.selection is None:
+            return replace(load, mode="kv-cpu")
+        return replace(load, mode="select", selection=in_place.selection_of(self, mode.selection))
+
+    @cached_property
+    def _load(self) -> Load:
+        """The same without a mode."""
         spec = self.spec
         kv = sum(layer.hot + layer.cold for layer in self.layers)
         return Load(
@@ -230,8 +383,8 @@ class LoadPlan:
         kind, card = self.spec.card.kind, self.spec.card.card
         given = self.link.rate(1 << 30)
         if math.isclose(given, card.link(kind).rate, rel_tol=1e-6):
-            return DEFAULTS
-        return DEFAULTS.measured(
+            return self.spec.constants
+        return self.spec.constants.measured(
             {f"{kind}_bw": Constant(f"{kind}_bw", given, "bytes/s", "given with the card")}
         )
 

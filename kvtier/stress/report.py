@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier.cost.cliff import Level
 from kvtier.cost.warning import CostWarning, worst
+from kvtier.stress import in_place
 from kvtier.stress.plan import Cliff, LoadPlan
 
 
@@ -16,6 +17,12 @@ class ContextResult:
     """One context. Bytes at full size; seconds of virtual time, simulated and not measured.
 
     Attributes:
+        mode: of the run. choice: why, where ``auto`` had to choose.
+        vram: where VRAM goes: part -> bytes.
+        selected: of mode ``select``, means over layers that select and steps: ``budget`` and ``planes``, pages that a
+            head and that all heads of a layer choose, ``cold``, those not in VRAM, ``late``, those whose copies were
+            not sent ahead, and ``churn``, share of a layer's pages that it did not choose a step before.
+            predicted_selected: the same, as far as it was predicted.
         predicted_tps, emulated_tps: tokens/s of all sequences while decoding; emulated is 0 if no
             step was done.
         baseline_tps: predicted with everything in VRAM.
@@ -37,6 +44,11 @@ class ContextResult:
     baseline_tps: float
     level: Level
     bound: str
+    mode: str = "exact-stream"
+    choice: dict[str, Any] | None = None
+    vram: dict[str, int] = field(default_factory=dict)
+    selected: dict[str, float] = field(default_factory=dict)
+    predicted_selected: dict[str, float] = field(default_factory=dict)
     emulated_tps: float = 0.0
     steps: int = 0
     prefill_s: float = 0.0
@@ -70,6 +82,12 @@ class Sweep:
     Attributes:
         target_tps: tokens/s asked for. context: tokens.
         vram: bytes by prediction, confirmed by ``emulated_tps``; None if no size does.
+        mode: of the run. choice: why, where ``auto`` had to choose.
+        vram: where VRAM goes: part -> bytes.
+        selected: of mode ``select``, means over layers that select and steps: ``budget`` and ``planes``, pages that a
+            head and that all heads of a layer choose, ``cold``, those not in VRAM, ``late``, those whose copies were
+            not sent ahead, and ``churn``, share of a layer's pages that it did not choose a step before.
+            predicted_selected: the same, as far as it was predicted.
         predicted_tps, emulated_tps: at ``vram``.
         step: bytes between sizes tried. below_tps: predicted one step below.
         cards: (name, bytes, tokens/s) of cards of the table that meet it by prediction, smallest
@@ -100,6 +118,8 @@ class StressReport:
     kv_dtype: str
     sessions: int
     policy: str
+    mode: str
+    locality: str
     page_tokens: int
     divisor: int
     payload: bool
@@ -139,6 +159,10 @@ def empty_result(plan: LoadPlan) -> ContextResult:
         baseline_tps=slow.baseline.tokens_per_s(sessions),
         level=slow.level,
         bound=slow.step.bound,
+        mode=plan.mode.text,
+        choice=None if plan.choice is None else plan.choice.to_json(),
+        vram=plan.split,
+        predicted_selected=in_place.predicted_selection(plan),
     )
 
 
@@ -153,6 +177,8 @@ def empty_report(plans: Sequence[LoadPlan], cliff: Cliff) -> StressReport:
         kv_dtype=spec.kv_dtype,
         sessions=spec.sessions,
         policy=spec.policy,
+        mode=spec.mode,
+        locality=str(spec.locality),
         page_tokens=spec.page_tokens,
         divisor=plan.divisor,
         payload=spec.payload,

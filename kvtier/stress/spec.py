@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier.cost.churn import Locality
+from kvtier.cost.constants import DEFAULTS, Constants
 from kvtier.cost.models import Q4_K_M_BITS, ModelShape
 from kvtier.devices.cards import Direction
 from kvtier.devices.spec import CardSpec
@@ -147,6 +149,9 @@ class LoadSpec:
         contexts: tokens of each sequence, one run each.
         sessions: sequences decoded together.
         policy: residency policy of all tiers.
+        mode: ``exact-stream``, ``exact-split``, ``select:NAME,budget=...``, or ``auto``, which leaves the choice
+            between the exact ones to the cost model.
+        locality: how alike the pages are that neighbouring steps, heads and layers look for.
         duration: of decoding at each context.
         kv_dtype: ``kvtier.cost.models.KV_DTYPES``.
         weight_bits: bits a weight takes.
@@ -159,6 +164,7 @@ class LoadSpec:
         payload: False keeps no bytes, at full size.
         faults: what goes wrong.
         check: recount all books after every call of the store.
+        constants: of the processor and the disk.
     """
 
     card: CardSpec
@@ -166,6 +172,8 @@ class LoadSpec:
     contexts: tuple[int, ...]
     sessions: int = 1
     policy: str = "lru"
+    mode: str = "exact-stream"
+    locality: Locality = field(default_factory=Locality)
     duration: Duration = Duration()
     kv_dtype: str = "bf16"
     weight_bits: float = Q4_K_M_BITS
@@ -180,3 +188,4 @@ class LoadSpec:
     payload: bool = True
     faults: FaultPlan = FaultPlan()
     check: bool = False
+    constants: Constants = field(default_factory=lambda: DEFAULTS, repr=False)

@@ -28,6 +28,7 @@ class ArkBox(Selector):
     """
 
     name: ClassVar[str] = "arkbox"
+    summary_rows: ClassVar[int] = 3
 
     def __init__(self, *, reduce: str = "softmax-mean") -> None:
         self.reduce = check_reduction(self.name, reduce)

@@ -35,6 +35,7 @@ class OmniKV(Selector):
     """
 
     name: ClassVar[str] = "omnikv"
+    summary_rows: ClassVar[int] = 0
 
     def __init__(self, *, filters: str = "", wait: int = 1) -> None:
         if not filters:

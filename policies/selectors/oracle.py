@@ -20,6 +20,8 @@ class Oracle(Selector):
     """Largest true mass first, summed over the heads that share a list."""
 
     name: ClassVar[str] = "oracle"
+    summary_rows: ClassVar[int] = 0
+    reads_pages: ClassVar[bool] = True
 
     def scores(self, query: Query) -> torch.Tensor:
         shares = query.page_lse().softmax(-1)

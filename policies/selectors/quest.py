@@ -28,6 +28,7 @@ class Quest(Selector):
     """
 
     name: ClassVar[str] = "quest"
+    summary_rows: ClassVar[int] = 2
 
     def __init__(self, *, reduce: str = "softmax-mean") -> None:
         self.reduce = check_reduction(self.name, reduce)

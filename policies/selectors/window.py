@@ -20,6 +20,7 @@ class Window(Selector):
     """Latest page first."""
 
     name: ClassVar[str] = "window"
+    summary_rows: ClassVar[int] = 0
 
     def scores(self, query: Query) -> torch.Tensor:
         import torch

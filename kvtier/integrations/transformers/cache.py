@@ -72,7 +72,8 @@ class TieredCache(Cache):
             OffloadWarning says what that costs on this card.
         mode: how a step of decoding reads pages: ``exact-stream`` (with the model's own attention, bit for bit),
             ``exact-split`` (pages in host memory are read by the CPU), or ``select:NAME,budget=...`` (reads some pages
-            only; see ``kvtier.attention.mode.parse_mode``). All but the first change the model's attention
+            only; see ``kvtier.attention.mode.parse_mode``), or ``auto``: the one of the exact two that should be
+            faster with ``columns`` tokens, see ``mode_choice``. All but the first change the model's attention
             implementation while the cache is open.
         monitor: compares the measured rate of decoding with a prediction or a baseline. None: on a GPU the
             rate while everything is in VRAM is learned and compared with the rate after that.
@@ -106,6 +107,11 @@ class TieredCache(Cache):
             TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)
         ]
         super().__init__(layers=layers)
+        #: Which mode ``auto`` took, and why; empty if the mode was given.
+        self.mode_choice = ""
+        if mode == "auto":
+            choice = self._speed.choose(columns)
+            mode, self.mode_choice = choice.mode, choice.text
         self._engine = AttentionEngine(
             store,
             mode if isinstance(mode, Mode) else parse_mode(with_filters(mode, self.identity)),

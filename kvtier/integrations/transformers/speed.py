@@ -6,13 +6,17 @@ time they have outgrown what was foreseen. At run time: from the time between tw
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 
+from kvtier.announce import LOGGER
+from kvtier.cost.choose import Choice
 from kvtier.cost.monitor import RateMonitor
-from kvtier.cost.tier_load import Expected, stored_bytes
+from kvtier.cost.tier_load import Expected, stored_bytes, tier_choice
 from kvtier.integrations.transformers.weights import weights_read
+from kvtier.layout import SUMMARY_DTYPES
 from kvtier.store.store import TieredStore
 
 #: Tokens are foreseen anew when there are this many times as many.
@@ -37,6 +41,25 @@ class Speed:
         self._monitor = monitor
         if monitor is None and store.device.torch_device.type == "cuda":
             self._monitor = RateMonitor(cause="the KV has outgrown the VRAM tier")
+
+    def choose(self, tokens: int) -> Choice:
+        """The exact mode that should be faster for a sequence of ``tokens`` (0: not known), logged."""
+        store = self._store
+        layout = store.layout
+        full = [layer for layer in layout.layers if layer.kind == "full"]
+        split = ""
+        if not full or any(x.k_dtype not in SUMMARY_DTYPES for x in full):
+            split = "no layer has full attention over keys that are floats"
+        choice = tier_choice(
+            layout,
+            store.device,
+            store.sizes,
+            tokens=tokens,
+            weight_bytes=self._weights,
+            split=split,
+        )
+        logging.getLogger(LOGGER).info("mode %s", choice.text)
+        return choice
 
     def foresee(self, tokens: int, rows: int) -> None:
         """``rows`` sequences of ``tokens`` tokens are to come; what does not fit in VRAM is said."""
