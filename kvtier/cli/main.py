@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from kvtier.cli.advise_options import add_advise, advise_options
 from kvtier.cli.calibrate import add_calibrate, calibrate, calibrate_options
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
 from kvtier.cli.plan_options import add_plan, plan_options
@@ -29,6 +30,7 @@ def build_parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add_plan(commands)
+    add_advise(commands)
     add_calibrate(commands)
     add_run(commands)
     add_stress(commands)
@@ -54,7 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvtier.cli.plan import plan
 
             return plan(planned)
+        if args.command == "advise":
+            asked = advise_options(args)
+            from kvtier.cli.advise import advise
+
+            return advise(asked)
         if args.command == "calibrate":
+            # as kvtier run has it; read by OpenMP when torch is loaded
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
             return calibrate(calibrate_options(args))
         if args.command == "stress":
             checked = stress_options(args)

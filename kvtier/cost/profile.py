@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 20
 
 #: Measurement -> the constants that it replaces. ``{vram}`` is the efficiency of the card's kind of memory.
 HOST_CONSTANTS: Mapping[str, tuple[str, ...]] = {
-    "memory_read": ("dram_bw",),
+    "cpu_weights": ("dram_bw",),
     "cpu_share": ("cpu_efficiency", "server_cpu_efficiency"),
     "cpu_attention": ("cpu_attention_bw", "server_cpu_attention_bw"),
     "disk_read": ("disk_bw",),
@@ -317,7 +317,13 @@ def own_profile(path: Path | None = None) -> tuple[Profile | None, str]:
 
 def _profile(data: Mapping[str, Any]) -> Profile:
     machine = Machine(**data["machine"])
-    for name, kind in (("cpu", str), ("cores", int), ("memory_bytes", int), ("gpu", str), ("gpu_bytes", int)):
+    for name, kind in (
+        ("cpu", str),
+        ("cores", int),
+        ("memory_bytes", int),
+        ("gpu", str),
+        ("gpu_bytes", int),
+    ):
         if not isinstance(getattr(machine, name), kind):
             raise ValueError(f"machine.{name} is {getattr(machine, name)!r}")
     if not isinstance(data["date"], str) or not isinstance(data["left_out"], dict):
@@ -331,9 +337,7 @@ def _profile(data: Mapping[str, Any]) -> Profile:
         found.append(Measurement(**one))
     if len({one.name for one in found}) < len(found):
         raise ValueError("a measurement is there twice")
-    return Profile(
-        machine, data["date"], tuple(found), bool(data["quick"]), dict(data["left_out"])
-    )
+    return Profile(machine, data["date"], tuple(found), bool(data["quick"]), dict(data["left_out"]))
 
 
 def _reason(error: Exception) -> str:
