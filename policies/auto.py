@@ -30,8 +30,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 from kvtier.errors import ConfigError
-from kvtier.policy import Key, Order, ResidencyPolicy, load_policy
 from kvtier.plugins import split_list
+from kvtier.policy import Key, Order, ResidencyPolicy, load_policy
 
 #: Samples are by 32 bits of the key.
 _RANGE = 1 << 32

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,14 @@ from kvtier.errors import ConfigError
 
 BASE = ("plan", "--model", "llama-3.1-8b", "--gpu", "rtx-4060-ti-16gb")
 REFERENCE = (*BASE, "--weights-dtype", "q4_k_m", "--weights-off-card", "0.2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No measurements of the machine that runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("none")))
+        yield
 
 
 def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict:  # type: ignore[type-arg]

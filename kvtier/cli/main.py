@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from kvtier.cli.advise_options import add_advise, advise_options
 from kvtier.cli.calibrate import add_calibrate, calibrate, calibrate_options
 from kvtier.cli.filters import add_filters, filter_options
 from kvtier.cli.options import Parser, add_run, option_names, reject_unknown, run_options, stderr
@@ -30,7 +31,15 @@ def _plan(args: argparse.Namespace) -> int:
     return plan(options)
 
 
+def _advise(args: argparse.Namespace) -> int:
+    options = advise_options(args)
+    from kvtier.cli.advise import advise
+
+    return advise(options)
+
+
 def _calibrate(args: argparse.Namespace) -> int:
+    _quiet_libraries()
     return calibrate(calibrate_options(args))
 
 
@@ -75,6 +84,7 @@ def _run(args: argparse.Namespace) -> int:
 #: the options of a command have been checked.
 COMMANDS: tuple[tuple[str, Callable[[Any], None], Callable[[argparse.Namespace], int]], ...] = (
     ("plan", add_plan, _plan),
+    ("advise", add_advise, _advise),
     ("run", add_run, _run),
     ("stress", add_stress, _stress),
     ("replay", add_replay, _replay),

@@ -145,9 +145,9 @@ def _plan(args: argparse.Namespace) -> Plan:
     ):
         if value is None:
             raise ConfigError(f"{option} is missing; give e.g. {example}")
-    model = _named("--model", lambda: find_model(args.model))
-    spec = _named("--gpu", lambda: parse_card(args.gpu))
-    _named("--kv-dtype", lambda: kv_dtype(args.kv_dtype))
+    model = named("--model", lambda: find_model(args.model))
+    spec = named("--gpu", lambda: parse_card(args.gpu))
+    named("--kv-dtype", lambda: kv_dtype(args.kv_dtype))
     bits = None
     if args.weights_dtype is not None:
         bits = weight_bits(args.weights_dtype, "--weights-dtype")
@@ -177,7 +177,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         mode=args.mode,
         vram=None if args.vram is None else _vram(args.vram),
         page_tokens=whole(args.page_tokens, "--page-tokens", 1, 2**16),
-        buffers=None if buffers is None else _named("--buffers", lambda: parse_buffers(buffers)),
+        buffers=None if buffers is None else named("--buffers", lambda: parse_buffers(buffers)),
         disk_prefix=args.disk_prefix,
         constants=DEFAULTS if profile is None else profile.constants(spec.card),
     )
@@ -197,7 +197,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _named(option: str, find: Callable[[], _Found]) -> _Found:
+def named(option: str, find: Callable[[], _Found]) -> _Found:
     """``find()``, its errors with the option in front."""
     try:
         return find()

@@ -69,9 +69,8 @@ class _Calibration:
     def run(self) -> Profile:
         self._step("disk", self._disk)
         self._step("memory", lambda s, tick: measure_memory(s, self.quick, tick))
-        read = next(one.value for one in self.found if one.name == "memory_read")
-        self._step("processor", lambda s, tick: measure_weights(s, self.quick, read, tick))
-        self._step("attention", lambda s, tick: measure_attention(s, self.quick, tick))
+        self._step("processor", lambda s, tick: measure_weights(s, self.quick, tick))
+        self._step("attention", measure_attention)
         self._step("step", measure_step)
         name, nbytes = self._gpu()
         self.progress("done", 1.0)

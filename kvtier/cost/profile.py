@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 20
 
 #: Measurement -> the constants that it replaces. ``{vram}`` is the efficiency of the card's kind of memory.
 HOST_CONSTANTS: Mapping[str, tuple[str, ...]] = {
-    "memory_read": ("dram_bw",),
+    "cpu_weights": ("dram_bw",),
     "cpu_share": ("cpu_efficiency", "server_cpu_efficiency"),
     "cpu_attention": ("cpu_attention_bw", "server_cpu_attention_bw"),
     "disk_read": ("disk_bw",),

@@ -74,6 +74,8 @@ def slow_link(
         dram = constants.get_constant("dram_bw")
         part = constants.get_constant("server_cpu_efficiency" if server else "cpu_efficiency")
         source = f"{part.value:.0%} of a DRAM peak of {dram.value / 1e9:.3g} GB/s; {part.source}"
+        if dram.measured:
+            source = dram.source
         return SlowLink(
             "cpu", dram.value * part.value, dram.value * part.low, dram.value * part.high,
             source, dram.measured, (dram, part),
