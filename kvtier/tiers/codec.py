@@ -98,9 +98,7 @@ class PageCodec:
 
     def __init__(self, layout: PageLayout, name: str) -> None:
         if name not in get_args(Format):
-            raise ConfigError(
-                f"codec {name!r} is unknown; use none, {', '.join(get_args(Format))}"
-            )
+            raise ConfigError(f"codec {name!r} is unknown; use none, {', '.join(get_args(Format))}")
         self.layout = layout
         self.name = name
         self.stats = CodecStats()
@@ -222,7 +220,9 @@ class PageCodec:
         raw = pages[:, part.offset : part.stop].contiguous()
         x = raw.view(getattr(torch, part.dtype)).view(len(pages), self.layout.page_tokens, -1)
         format: Format = self.name  # type: ignore[assignment]
-        return quantise_values(x, format, group=side.group) if side.group else quantise_keys(x, format)
+        return (
+            quantise_values(x, format, group=side.group) if side.group else quantise_keys(x, format)
+        )
 
     def _decode(
         self, plane: CodedPlane, coded: torch.Tensor, shift: int, out: torch.Tensor, out_shift: int

@@ -22,6 +22,6 @@ class Oracle(Selector):
     name: ClassVar[str] = "oracle"
 
     def scores(self, query: Query) -> torch.Tensor:
-        shares = query.page_lse().softmax(-1)
+        shares = query.shares()
         heads, pages = shares.shape
         return shares.view(query.kv_heads, heads // query.kv_heads, pages).mean(1)
