@@ -4,13 +4,16 @@ DynamicCache.
 
     python bench/decode_overhead.py --context 2048 --rounds 12 --block 8
 
-Both caches hold the same prompt of the demo's model and decode the same greedy tokens in
+Both caches hold the same prompt of the demo's model and are fed the same tokens behind it in
 alternating blocks of steps, so that a busy machine slows both down. The first step of a block is
 not counted: it pays for caches that the other side has emptied. The result is the median over the
 rounds of the ratio of the two blocks' median step times; above 1.0 the tiered cache is slower.
 
 Without a GPU the device is the emulated one, with its race detection off: that proves something
 about a program and is no part of what a cache costs. --check-races turns it on.
+
+--mode takes another way of reading pages than exact-stream; --against one to compare it with
+instead of DynamicCache.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ def main() -> int:
     parser.add_argument("--page-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--device", default="auto", help="as of 'kvtier run' (default: auto)")
+    parser.add_argument("--mode", default="exact-stream", help="as of 'kvtier run'")
+    parser.add_argument("--against", metavar="MODE", help="default: transformers' DynamicCache")
     parser.add_argument("--check-races", action="store_true", help="emulated device: as in tests")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -57,8 +62,8 @@ def main() -> int:
     else:
         print(
             f"context {result['context']}, {result['threads']} threads, {result['device']}\n"
-            f"DynamicCache {result['dynamic_ms']:8.2f} ms a token (median)\n"
-            f"TieredCache  {result['tiered_ms']:8.2f} ms a token (median)\n"
+            f"{options.against or 'DynamicCache'}: {result['dynamic_ms']:8.2f} ms a token (median)\n"
+            f"TieredCache, {options.mode}: {result['tiered_ms']:8.2f} ms a token (median)\n"
             f"median ratio {result['ratio']:8.4f}  (quartiles {result['ratio_q1']:.4f} to "
             f"{result['ratio_q3']:.4f} over {options.rounds} rounds)\n"
             f"CPU seconds  {result['cpu_ratio']:8.4f}  (ratio of all counted steps)"
@@ -76,17 +81,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         device.close()
         device = EmulatedDevice(device.card, check_races=False)
     model.to(device.torch_device)
-    ids = tokenizer(demo_text(), return_tensors="pt").input_ids[:, : options.context]
-    ids = ids.to(device.torch_device)
-    layout = layout_of(model, page_tokens=options.page_tokens)
     steps = options.rounds * options.block
+    text = tokenizer(demo_text(), return_tensors="pt").input_ids.to(device.torch_device)
+    if text.shape[1] < options.context + steps:
+        raise SystemExit(f"the text has {text.shape[1]} tokens; lower --context")
+    ids, following = text[:, : options.context], text[0, options.context :].tolist()
+    modes = [options.mode, options.against or ""]
+    selects = any(mode.startswith("select:") for mode in modes)
+    layout = layout_of(model, page_tokens=options.page_tokens, summaries=selects)
     # room for everything, twice: nothing may be evicted
-    vram = 2 * layout.pages(ids.shape[1] + steps) * layout.page_bytes
+    vram = 3 * layout.pages(ids.shape[1] + steps) * layout.page_bytes
     store = kvtier.TieredStore(layout, device=device, vram=vram)
-    tiered = TieredCache(model, store)
+    tiered = TieredCache(model, store, mode=options.mode)
+    other = TieredCache(model, store, mode=options.against) if options.against else None
     sides = {
-        "dynamic": _Side(model, DynamicCache(config=model.config), ids),
-        "tiered": _Side(model, tiered, ids),
+        "dynamic": _Side(model, other or DynamicCache(config=model.config), ids, following),
+        "tiered": _Side(model, tiered, ids, following),
     }
     blocks: dict[str, list[list[float]]] = {name: [] for name in sides}
     cpu = dict.fromkeys(sides, 0.0)
@@ -96,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             times, cpu_s = sides[name].block(options.block)
             blocks[name].append(times)
             cpu[name] += cpu_s
-    if sides["dynamic"].tokens != sides["tiered"].tokens:
+    if not selects and sides["dynamic"].tokens != sides["tiered"].tokens:
         raise SystemExit("the two caches gave different tokens; the times mean nothing")
     moved = sum(link.bytes for link in store.stats().links.values())
     if moved:
@@ -104,6 +114,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             f"{moved} bytes moved between tiers; this is to measure a store that need not"
         )
     tiered.close()
+    if other is not None:
+        other.close()
     store.close()
     device.close()
     medians = {name: [statistics.median(times) for times in rows] for name, rows in blocks.items()}
@@ -125,9 +137,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Side:
-    """One cache, filled with the prompt and decoding greedily."""
+    """One cache, filled with the prompt and fed the text behind it. ``tokens``: what it would have said."""
 
-    def __init__(self, model: Any, cache: Any, ids: torch.Tensor) -> None:
+    def __init__(self, model: Any, cache: Any, ids: torch.Tensor, following: list[int]) -> None:
+        self._following = iter(following)
         self._driver = Driver(model, cache)
         self._logits = self._driver.prefill(
             ids, chunk_calls(0, ids.shape[1], CHUNK), lambda _: None
@@ -139,9 +152,8 @@ class _Side:
         times = []
         cpu = 0.0
         for step in range(steps):
-            token = int(self._logits.argmax())
-            self.tokens.append(token)
-            ids = torch.tensor([[token]], device=self._logits.device)
+            self.tokens.append(int(self._logits.argmax()))
+            ids = torch.tensor([[next(self._following)]], device=self._logits.device)
             wall, process = time.perf_counter(), time.process_time()
             self._logits = self._driver.forward(ids)
             self._logits[0].item()  # waits for a GPU

@@ -3,8 +3,8 @@
 Each text is prefilled densely and then fed on token by token, as it is written (teacher-forced), with attention limited to a
 share of the pages. Printed for each way of choosing and each budget:
 
-* recall: attention mass of the sealed pages that falls on those read, mean over heads and steps, for all layers and
-  for bands of layers;
+* recall: share of a layer's attention that falls on what it reads (the tail included), if it were spread over
+  everything as in dense attention; mean over heads and steps, for the layers that select and for bands of them;
 * KL: Kullback-Leibler divergence of the next-token distribution from that of dense attention, in nats, mean;
 * ppl: perplexity over that of dense attention;
 * new: of the pages read, the share that the step before did not read;
@@ -13,9 +13,12 @@ share of the pages. Printed for each way of choosing and each budget:
 
 Beside the selectors of kvtier stand three that only know the past: ``h2o`` (attention mass added up over all steps, of what
 was kept; half the budget recent), ``ema`` (decayed mass, of all pages) and ``lru`` (pages by when they last got more than
-an even share, of all pages). The first two layers read everything.
+an even share, of all pages). At their first step they are given what that step attends to, in place of what they would
+have seen while the prompt was read. The first two layers read everything.
 
-Run: ``python bench/quality.py [--quick] [--json] [--write docs/quality.md]``. The whole takes an hour on two cores.
+Run: ``python bench/quality.py [--quick] [--json] [--resume FILE] [--write docs/quality.md]``. Each line of the table is
+told as soon as it is known, and with ``--resume`` kept: a second run goes on where the first one ended. The whole takes
+three quarters of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import argparse
 import datetime
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -33,8 +37,9 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
 from rich.console import Console
@@ -51,7 +56,6 @@ from kvtier.integrations.transformers.calibrate_filters import calibrate_filters
 from kvtier.selector import Query, Selector, load_selector
 from kvtier.store.store import TieredStore
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE_TOKENS = 16
 BUDGETS = (0.05, 0.10, 0.25, 0.50)
 BANDS = ((2, 10), (10, 20), (20, 30))
@@ -79,6 +83,8 @@ class _Past(Selector):
         return old
 
     def scores(self, query: Query) -> torch.Tensor:
+        if query.layer not in self._state:
+            self._state[query.layer] = query.shares().mean(0)
         state = self._grown(query.layer, query.pages, query.q)
         return state[: query.pages].expand(query.kv_heads, -1).clone()
 
@@ -98,7 +104,7 @@ class _Measured(_Past):
 
     def scores(self, query: Query) -> torch.Tensor:
         before = super().scores(query)
-        self.measure(query.layer, query.page_lse().softmax(-1).mean(0))
+        self.measure(query.layer, query.shares().mean(0))
         return before
 
     def measure(self, layer: int, share: torch.Tensor) -> None:
@@ -152,8 +158,8 @@ class Meter(Selector):
         return layer
 
     def scores(self, query: Query) -> torch.Tensor:
-        self._true[query.layer] = query.page_lse().softmax(-1)
-        return self.inner.scores(query)
+        true = self._true[query.layer] = query.shares()
+        return self.inner.scores(replace(query, shares=lambda: true))
 
     def observe(self, layer: int, page_lse: torch.Tensor, lse: torch.Tensor) -> None:
         self.inner.observe(layer, page_lse, lse)
@@ -161,7 +167,8 @@ class Meter(Selector):
         if true is None:
             return
         read = page_lse > -torch.inf
-        self.sums.recall.setdefault(layer, []).append(float((true * read).sum(1).mean()))
+        missed = float((true * ~read).sum(1).mean())
+        self.sums.recall.setdefault(layer, []).append(1.0 - missed)
         last = self._last.get(layer)
         if last is not None:
             width = last.shape[1]
@@ -232,14 +239,14 @@ class Plan:
     ways: tuple[str, ...] = WAYS
     budgets: tuple[float, ...] = BUDGETS
     prefill: int = 2048
-    steps: int = 64
+    steps: int = 32
     passkey_tokens: tuple[int, ...] = PASSKEY_TOKENS
     passkey_depths: tuple[float, ...] = PASSKEY_DEPTHS
-    passkey_budgets: tuple[float, ...] = (0.05, 0.10, 0.25)
+    passkey_budgets: tuple[float, ...] = (0.10,)
 
 
 QUICK = Plan(
-    ways=("window", "quest", "arkbox", "omnikv", "oracle"),
+    ways=("window", "h2o", "quest", "arkbox", "omnikv", "oracle"),
     budgets=(0.10,),
     prefill=1024,
     steps=24,
@@ -247,6 +254,53 @@ QUICK = Plan(
     passkey_depths=(0.3, 0.7),
     passkey_budgets=(0.10,),
 )
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows, the passkeys that dense attention finds, and the filter layers used."""
+
+    rows: list[Row]
+    dense_passkey: int
+    filters: str
+
+
+class Log:
+    """What has been measured so far, kept in a file if one is given.
+
+    Raises:
+        SystemExit: the file is of another plan.
+    """
+
+    def __init__(self, plan: Plan, path: Path | None = None) -> None:
+        self.path = path
+        #: All that rows depend on; which ways are run is no part of it.
+        self._plan = json.loads(json.dumps({**asdict(plan), "ways": None, "budgets": None}))
+        self.rows: dict[tuple[str, float], Row] = {}
+        self.dense_passkey: int | None = None
+        self.filters: str | None = None
+        if path is None or not path.exists():
+            return
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["plan"] != self._plan:
+            raise SystemExit(f"{path} is of another plan; delete it or give another file")
+        self.dense_passkey, self.filters = values["dense_passkey"], values["filters"]
+        for each in values["rows"]:
+            row = Row(**{**each, "bands": tuple(each["bands"])})
+            self.rows[row.way, row.budget] = row
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        values = {
+            "plan": self._plan,
+            "dense_passkey": self.dense_passkey,
+            "filters": self.filters,
+            "rows": [asdict(row) for row in self.rows.values()],
+        }
+        work = self.path.with_suffix(".tmp")
+        work.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        os.replace(work, self.path)
 
 
 class Bench:
@@ -271,6 +325,7 @@ class Bench:
         self.store = TieredStore(layout, device="emulated", vram=room, host="6GiB")
         self.identity = identity_of(self.model, layout=layout)
         self._dense: dict[str, torch.Tensor] = {}
+        self._texts: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> Bench:
         return self
@@ -284,17 +339,20 @@ class Bench:
 
     def texts(self) -> dict[str, torch.Tensor]:
         """Prose, documentation and code, ``[1, prefill + steps + 1]`` each."""
+        if self._texts:
+            return self._texts
         need = self.plan.prefill + self.plan.steps + 1
         sources = {
             "prose": demo_text(),
-            "docs": (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"),
-            # Of the standard library, read where it is installed.
+            # The language reference and a module of the standard library, where Python is installed.
+            "docs": topics.topics["compound"],
             "code": Path(inspect.getfile(textwrap)).read_text(encoding="utf-8"),
         }
         found = {name: self.ids(text)[:, :need] for name, text in sources.items()}
         for name, ids in found.items():
             if ids.shape[1] < need:
                 raise SystemExit(f"the {name} text has {ids.shape[1]} tokens; {need} are needed")
+        self._texts = found
         return found
 
     def feed(self, ids: torch.Tensor, prefill: int, mode: Mode | str) -> torch.Tensor:
@@ -302,6 +360,10 @@ class Bench:
         densely."""
         with TieredCache(self.model, self.store, identity=self.identity, mode=mode) as cache:
             have = cache.load_prefix(ids[:, : prefill + 1])
+            if prefill - have == 1:
+                # One token would be a step of decoding.
+                cache.crop(-1)
+                have -= 1
             with torch.inference_mode():
                 for start in range(have, prefill, 512):
                     self._forward(cache, ids[:, start : min(start + 512, prefill)])
@@ -364,22 +426,29 @@ class Bench:
 
     # ------------------------------------------------------------------ all
 
-    def run(self, step: Callable[[], None] = lambda: None) -> tuple[list[Row], int, str]:
-        """All rows, the passkeys that dense attention finds, and the filter layers used."""
-        filters = self.filters()
-        dense_keys = self.passkey(lambda: "exact-stream")
+    def run(self, log: Log, step: Callable[[Row], None] = lambda row: None) -> Result:
+        """The whole table; what is in ``log`` is not measured again."""
+        if log.filters is None:
+            log.filters = self.filters()
+            log.save()
+        if log.dense_passkey is None:
+            self.tell("passkeys with dense attention")
+            log.dense_passkey = self.passkey(lambda: "exact-stream")
+            log.save()
         rows = []
-        for way in self.plan.ways:
-            for budget in self.plan.budgets:
+        for way, budget in itertools.product(self.plan.ways, self.plan.budgets):
+            row = log.rows.get((way, budget))
+            if row is None:
                 self.tell(f"{way} at {budget:.0%}")
-                sums = self.measure(way, budget, filters)
+                sums = self.measure(way, budget, log.filters)
                 keys = None
                 if budget in self.plan.passkey_budgets:
-                    make = functools.partial(mode_of, way, budget, filters)
-                    keys = self.passkey(make)
-                rows.append(row_of(way, budget, sums, keys))
-                step()
-        return rows, dense_keys, filters
+                    keys = self.passkey(functools.partial(mode_of, way, budget, log.filters))
+                row = log.rows[way, budget] = row_of(way, budget, sums, keys)
+                log.save()
+            rows.append(row)
+            step(row)
+        return Result(rows, log.dense_passkey, log.filters)
 
     def filters(self) -> str:
         """Calibrated on a part of the prose that is not measured; stored ones are used."""
@@ -441,7 +510,7 @@ def cells(row: Row, trials: int) -> list[str]:
     ]
 
 
-def markdown(rows: Sequence[Row], dense: int, filters: str, plan: Plan) -> str:
+def markdown(result: Result, plan: Plan) -> str:
     """The page that ``--write`` writes, up to what people have written below its table."""
     trials = len(plan.passkey_tokens) * len(plan.passkey_depths)
     lines = [
@@ -451,13 +520,13 @@ def markdown(rows: Sequence[Row], dense: int, filters: str, plan: Plan) -> str:
         f"{os.cpu_count()} CPUs ({platform.machine()}), torch {torch.__version__}. Model: SmolLM2-135M-Instruct "
         f"in float32, pages of {PAGE_TOKENS} tokens, one list of pages a KV head, the first two layers dense. "
         f"Three texts (prose, documentation, code), {plan.prefill} tokens of prefill and {plan.steps} "
-        f"teacher-forced steps each. omnikv: filter layers {filters}. Dense attention finds {dense} of "
+        f"teacher-forced steps each. omnikv: filter layers {result.filters}. Dense attention finds {result.dense_passkey} of "
         f"{trials} passkeys.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "|" + "---|" * len(HEAD),
     ]
-    lines += ["| " + " | ".join(cells(row, trials)) + " |" for row in rows]
+    lines += ["| " + " | ".join(cells(row, trials)) + " |" for row in result.rows]
     return "\n".join(lines) + "\n"
 
 
@@ -468,6 +537,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", metavar="FILE", type=Path, help="put the table into a Markdown page"
     )
+    parser.add_argument(
+        "--resume", metavar="FILE", type=Path, help="keep what is measured there, and go on from it"
+    )
     parser.add_argument("--ways", help=f"some of {','.join(WAYS)}")
     args = parser.parse_args(argv)
     plan = QUICK if args.quick else Plan()
@@ -475,30 +547,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = [way for way in args.ways.split(",") if way not in WAYS]
         if unknown:
             parser.error(f"--ways has {unknown[0]!r}; use some of {', '.join(WAYS)}")
-        plan = Plan(**{**asdict(plan), "ways": tuple(args.ways.split(","))})
+        plan = replace(plan, ways=tuple(args.ways.split(",")))
     warnings.simplefilter("ignore", FutureWarning)
     console = Console(stderr=args.json)
     began = time.monotonic()
+    trials = len(plan.passkey_tokens) * len(plan.passkey_depths)
+    log = Log(plan, args.resume)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("selecting", total=len(plan.ways) * len(plan.budgets))
         with Bench(plan, lambda line: progress.update(task, description=line)) as bench:
-            rows, dense, filters = bench.run(lambda: progress.advance(task))
-    trials = len(plan.passkey_tokens) * len(plan.passkey_depths)
+
+            def step(row: Row) -> None:
+                progress.advance(task)
+                pairs = zip(HEAD, cells(row, trials), strict=True)
+                print(
+                    " ".join(f"{name} {cell}" for name, cell in pairs), file=sys.stderr, flush=True
+                )
+
+            result = bench.run(log, step)
     if args.write is not None:
-        args.write.write_text(markdown(rows, dense, filters, plan), encoding="utf-8")
+        args.write.write_text(markdown(result, plan), encoding="utf-8")
     if args.json:
-        print(
-            json.dumps(
-                {"rows": [asdict(row) for row in rows], "dense_passkey": dense, "filters": filters}
-            )
-        )
+        print(json.dumps(asdict(result)))
         return 0
     table = Table(
-        title=f"quality ({time.monotonic() - began:.0f} s; dense finds {dense}/{trials} passkeys)"
+        title=f"quality ({time.monotonic() - began:.0f} s; dense finds {result.dense_passkey}/{trials} "
+        "passkeys)"
     )
     for name in HEAD:
         table.add_column(name, justify="left" if name == "way" else "right")
-    for row in rows:
+    for row in result.rows:
         table.add_row(*cells(row, trials))
     console.print(table)
     return 0

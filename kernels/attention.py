@@ -139,10 +139,13 @@ def merge_partials(
 
 def merge_reference(outs: torch.Tensor, lses: torch.Tensor) -> Partial:
     """See ``merge_partials``."""
-    lse = lses.logsumexp(0)
-    weights = torch.where(lses == -torch.inf, 0.0, (lses - lse).exp())
+    peak = lses.amax(0)
+    # By the peak and not by the sum's logarithm, whose last bits would depend on the parts' order.
+    weights = torch.where(lses == -torch.inf, 0.0, (lses - peak).exp())
+    total = weights.sum(0)
     parts = torch.where(lses[..., None] == -torch.inf, 0.0, outs)
-    return Partial((weights[..., None] * parts).sum(0), lse)
+    out = (weights[..., None] * parts).sum(0) / total.clamp_min(1.0)[:, None]
+    return Partial(out, torch.where(total > 0.0, peak + total.log(), -torch.inf))
 
 
 def attention_reference(
@@ -162,16 +165,18 @@ def attention_reference(
         raw = table.read(start, tokens * kv_heads * width * q.element_size()).view(q.dtype)
         return raw.view(pages * tokens, kv_heads, width).float().transpose(0, 1)
 
-    held = (torch.arange(tokens, device=table.device) < table.tokens[:, None]).view(-1)
     query = q.float().view(kv_heads, heads // kv_heads, dim) * scale
     scores = query @ part(k_start, dim).transpose(1, 2)
-    scores = scores.masked_fill(~held, -torch.inf)
-    lse = scores.logsumexp(-1)
-    # Behind the last token there may be anything, NaN included.
-    values = part(v_start, v_dim).masked_fill(~held[:, None], 0.0)
-    out = (scores - lse[..., None]).exp() @ values
+    values = part(v_start, v_dim)
+    if not table.full:
+        held = (torch.arange(tokens, device=table.device) < table.tokens[:, None]).view(-1)
+        scores = scores.masked_fill(~held, -torch.inf)
+        # Behind the last token there may be anything, NaN included.
+        values = values.masked_fill(~held[:, None], 0.0)
     page_lse = scores.view(heads, pages, tokens).logsumexp(-1)
-    return Partial(out.reshape(heads, v_dim), lse.reshape(heads)), page_lse
+    lse = page_lse.logsumexp(-1)
+    out = (scores - lse.view(kv_heads, -1, 1)).exp() @ values
+    return Partial(out.reshape(heads, v_dim), lse), page_lse
 
 
 def _nothing(heads: int, v_dim: int, device: torch.device) -> tuple[Partial, torch.Tensor]:

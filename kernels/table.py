@@ -11,6 +11,9 @@ from kvtier.errors import LayoutError
 from kvtier.kernels.checks import check_count, check_device
 from kvtier.layout import PLANE_ALIGN
 
+#: Of the pages in one slab: its number, their rows in the table, and where they begin, in 16 bytes.
+_Places = tuple[int, torch.Tensor, torch.Tensor]
+
 
 class PageTable:
     """A list of pages in slabs, in the order in which kernels visit them.
@@ -70,6 +73,12 @@ class PageTable:
         self.distinct = len(set(addresses)) == len(addresses)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self.tokens = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        self._places: list[_Places] | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether every page is."""
+        return all(count == self.page_tokens for count in self.counts)
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -89,6 +98,7 @@ class PageTable:
         taken.counts = tuple(self.counts[row] for row in rows)
         taken.addresses, taken.tokens = self.addresses[index], self.tokens[index]
         taken.distinct = self.distinct and len(set(rows)) == len(rows)
+        taken._places = None
         return taken
 
     def check_range(self, name: str, start: int, nbytes: int) -> None:
@@ -100,10 +110,13 @@ class PageTable:
 
     def read(self, start: int, nbytes: int) -> torch.Tensor:
         """Reference: a copy of these bytes of each page, uint8 ``[pages, nbytes]``."""
-        out = torch.empty(len(self), nbytes, dtype=torch.uint8, device=self.device)
         word = _word(start, nbytes)
-        for number, entries in self._by_slab().items():
-            rows, starts = _split(entries, self.device)
+        places = self._by_slab()
+        if len(places) == 1:
+            number, _, starts = places[0]
+            return self._windows(number, start, nbytes, word)[starts].view(torch.uint8)
+        out = torch.empty(len(self), nbytes, dtype=torch.uint8, device=self.device)
+        for number, rows, starts in places:
             out.view(word)[rows] = self._windows(number, start, nbytes, word)[starts]
         return out
 
@@ -111,16 +124,27 @@ class PageTable:
         """Reference: the inverse of ``read``."""
         values = values.contiguous()
         word = _word(start, values.shape[1], values.data_ptr())
-        for number, entries in self._by_slab().items():
-            rows, starts = _split(entries, self.device)
+        for number, rows, starts in self._by_slab():
             target = self._windows(number, start, values.shape[1], word)
             target[starts] = values.view(word)[rows]
 
-    def _by_slab(self) -> dict[int, list[tuple[int, int]]]:
-        entries: dict[int, list[tuple[int, int]]] = {}
-        for row, (number, start) in enumerate(self.pages):
-            entries.setdefault(number, []).append((row, start // PLANE_ALIGN))
-        return entries
+    def _by_slab(self) -> list[_Places]:
+        """Made once: the same tables are read layer by layer and step by step."""
+        if self._places is None:
+            entries: dict[int, list[tuple[int, int]]] = {}
+            for row, (number, start) in enumerate(self.pages):
+                entries.setdefault(number, []).append((row, start // PLANE_ALIGN))
+            # What is made under inference_mode can be of no use outside it.
+            with torch.inference_mode(False):
+                both = {
+                    number: torch.tensor(rows, dtype=torch.int64, device=self.device)
+                    for number, rows in entries.items()
+                }
+                self._places = [
+                    (number, x[:, 0].contiguous(), x[:, 1].contiguous())
+                    for number, x in both.items()
+                ]
+        return self._places
 
     def _windows(self, number: int, start: int, nbytes: int, word: torch.dtype) -> torch.Tensor:
         """Overlapping views of a slab, one every 16 bytes: where ``start`` of a page that begins there is."""
@@ -135,13 +159,6 @@ class PageTable:
 def _word(*sizes: int) -> torch.dtype:
     """Whole words copy several times faster than bytes."""
     return torch.uint8 if any(size % 8 for size in sizes) else torch.int64
-
-
-def _split(
-    entries: list[tuple[int, int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.tensor(entries, dtype=torch.int64, device=device)
-    return both[:, 0], both[:, 1]
 
 
 def _check_slab(name: str, slab: torch.Tensor, device: torch.device) -> None:

@@ -36,8 +36,8 @@ class Query:
         kv_heads: KV heads; query head ``h`` belongs to KV head ``h // (heads / kv_heads)``.
         pages: sealed pages of the sequence.
         summary: ``[pages, 4, kv_heads, dim]``, as ``kvtier.kernels.summary`` makes it.
-        page_lse: reads all pages and gives the true float32 ``[heads, pages]`` log-sum-exp of each. As dear as
-            dense attention.
+        shares: reads everything and gives the true share of attention of each page, float32 ``[heads, pages]``; what
+            is missing to 1 is the unsealed tail's. As dear as dense attention.
     """
 
     layer: int
@@ -46,11 +46,15 @@ class Query:
     kv_heads: int
     pages: int
     summary: torch.Tensor
-    page_lse: Callable[[], torch.Tensor]
+    shares: Callable[[], torch.Tensor]
 
 
 class Selector(ABC):
-    """Ranks pages. One object serves one sequence, and is asked layer by layer in the model's order."""
+    """Ranks pages. One object serves one sequence, and is asked layer by layer in the model's order.
+
+    It may keep what it learns from step to step. Where a sequence splits in two (beams) the object is copied with
+    ``copy.deepcopy``; where it is cut back (draft tokens that were wrong), forked or begun anew, it is replaced by a new one.
+    """
 
     #: Name in messages and statistics.
     name: ClassVar[str]

@@ -22,7 +22,7 @@ from kvtier.cli.main import main
 from kvtier.cli.options import RunOptions
 from kvtier.cli.report import LINKS, Report
 from kvtier.cli.sizing import plan_sizes
-from kvtier.cli.verify import Comparison, compare
+from kvtier.cli.verify import Comparison, compare, tolerance_of
 from kvtier.errors import ConfigError
 from kvtier.layout import LayerLayout, PageLayout
 
@@ -52,6 +52,7 @@ def demo_options(**changes: object) -> RunOptions:
         page_tokens=32,
         chunk=512,
         policy="lru",
+        mode="exact-stream",
         device="auto",
         verify=True,
         json=True,
@@ -110,6 +111,10 @@ def report(**changes: object) -> Report:
             ["--store", "--disk 0"],
         ),
         ("run --demo --store {file}", ["--store", "not a directory"]),
+        ("run --demo --mode exact", ["'exact' is unknown", "exact-split", "select:NAME"]),
+        ("run --demo --mode select:quest", ["no budget", "10%"]),
+        ("run --demo --mode select:omnikv,budget=ten", ["budget 'ten'"]),
+        ("run --demo --verify --mode select:quest,budget=9%", ["--verify", "exact-split"]),
     ],
 )
 def test_wrong_options_give_one_line_and_status_2(
@@ -362,6 +367,40 @@ def test_json_has_the_promised_fields() -> None:
     assert data["saved_s"] == 20.0
 
 
+def test_a_mode_is_reported_with_what_it_read() -> None:
+    data = json.loads(report().as_json())
+    assert (data["mode"], data["pages_read_per_step"], data["tolerance"]) == (
+        "exact-stream",
+        None,
+        0.0,
+    )
+    chosen = report(
+        mode="select:quest,budget=9%", pages_read=3.5, summary_bytes=1024, comparison=None
+    )
+    data = json.loads(chosen.as_json())
+    assert (data["pages_read_per_step"], data["summary_bytes"]) == (3.5, 1024)
+    assert "read 3.5 of 4 pages a step" in rendered(chosen)
+    near = report(mode="exact-split", comparison=Comparison(True, 1e-5, None, True, 1e-3))
+    assert "equal to transformers' DynamicCache within 0.001" in rendered(near)
+    assert "identical" not in rendered(near)
+    far = report(mode="exact-split", comparison=Comparison(True, 2e-3, None, True, 1e-3))
+    assert "NOT equal" in rendered(far)
+
+
+def test_what_may_differ_depends_on_the_mode_and_the_dtype() -> None:
+    assert tolerance_of("exact-stream", torch.bfloat16) == 0.0
+    assert tolerance_of("exact-split", torch.float32) == 1e-3
+    assert tolerance_of("exact-split", torch.bfloat16) == 0.25
+
+
+def rendered(shown: Report) -> str:
+    from rich.console import Console
+
+    console = Console(record=True, width=300)
+    shown.render(console)
+    return console.export_text()
+
+
 def test_without_verify_nothing_is_claimed() -> None:
     data = json.loads(report(comparison=None).as_json())
     assert data["identical"] is None
@@ -369,11 +408,7 @@ def test_without_verify_nothing_is_claimed() -> None:
 
 
 def test_text_report_says_what_was_saved_and_what_was_moved() -> None:
-    from rich.console import Console
-
-    console = Console(record=True, width=140)
-    report().render(console)
-    text = console.export_text()
+    text = rendered(report())
     for words in (
         "96 tokens restored, 4 computed",
         "0.50 s instead of 20.50 s",
@@ -394,6 +429,10 @@ def test_text_report_says_what_was_saved_and_what_was_moved() -> None:
         (Comparison(True, 1e-6, None, True), True),
         (Comparison(True, 1e-6, None, False), False),
         (Comparison(False, 1.0, 3, False), True),
+        (Comparison(True, 9e-4, None, True, 1e-3), False),
+        (Comparison(False, 9e-4, 3, True, 1e-3), False),
+        (Comparison(True, 2e-3, None, True, 1e-3), True),
+        (Comparison(True, 2e-3, None, False, 1e-3), False),
     ],
 )
 def test_a_difference_fails_the_run(comparison: Comparison | None, failed: bool) -> None:

@@ -199,6 +199,20 @@ def test_two_runs_are_exact_and_the_second_restores(
 
 
 @pytest.mark.model
+def test_other_modes_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    split = run_demo(tmp_path / "a", capsys, "--max-new-tokens", "6", "--mode", "exact-split")
+    assert 0.0 < split["max_logit_difference"] <= split["tolerance"] == 1e-3
+    assert split["link_bytes_per_token"]["host->vram"] == 0  # no KV crosses the link
+    mode = "select:quest,budget=4pages"
+    chosen = run_demo(
+        tmp_path / "b", capsys, "--max-new-tokens", "6", "--page-tokens", "16", "--mode", mode
+    )
+    assert (chosen["mode"], chosen["identical"]) == (mode, None)
+    assert 2 <= chosen["pages_read_per_step"] <= 4
+    assert chosen["summary_bytes"] > 0
+
+
+@pytest.mark.model
 def test_a_damaged_page_shortens_the_restore_and_the_rest_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,11 +154,12 @@ def test_hits_shorten_the_first_token_and_cold_pages_lengthen_the_rest() -> None
     assert nothing.ttft_mean_s > host.ttft_mean_s > vram.ttft_mean_s  # type: ignore[attr-defined]
     assert times(hits=4, disk=4).ttft_mean_s > host.ttft_mean_s  # type: ignore[attr-defined]
     assert predictor.decode_s(8e9, 0, 0) < predictor.decode_s(0, 8e9, 120)
-    # 2 FLOPs a weight and token, 4 a query element, key and layer, half of 165 Tflop/s
+    # 2 FLOPs a weight and token, 4 a query element, key and layer, at 60 to 100 % of 165 Tflop/s
     flops = 2 * predictor.model.params * 4096 + 4 * 32 * 4096 * 4096 * 4097 / 2
-    assert predictor.prefill_s(4096, 4096) == pytest.approx(
-        flops / (0.5 * (predictor.card.bf16_flops or 0)), rel=0.02
-    )
+    best = flops / (predictor.card.bf16_flops or 0)
+    assert best < predictor.prefill_s(4096, 4096) < best / 0.6
+    half = predictor.prefill_s(2048, 4096)
+    assert predictor.prefill_s(2048, 2048) < half < predictor.prefill_s(4096, 4096)
 
 
 def test_a_card_whose_peak_is_not_known_and_a_dtype_that_is_not() -> None:

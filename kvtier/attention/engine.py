@@ -6,6 +6,7 @@ tokens to be verified, sliding-window and latent layers) is gathered by ``ExactS
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -47,16 +48,19 @@ class AttentionEngine:
         self.stream = ExactStream(store, columns=columns)
         full = [n for n, layer in enumerate(store.layout.layers) if layer.kind == "full"]
         self.paged: PagedDecode | None = None
-        if mode.kind == "exact-split":
+        if mode.kind == "exact-split" and full:
             self.paged = PagedDecode(store)
-        elif mode.selection is not None:
+        elif mode.selection is not None and full:
             self.paged = SelectDecode(store, mode.selection, full)
         #: Layers that are read where their pages are, in a step of decoding.
         self._paged_layers = frozenset(full) if self.paged is not None else frozenset()
         self._streamed = [n for n in self.stream.layers if n not in self._paged_layers]
         self._decoding = False
         self._unread: set[int] = set()
+        self._attended = 0
         self._steps = 0
+        #: Pages that were only on disk when some were last raised, and the step of it.
+        self._cold: tuple[int, int] = (0, 0)
 
     @property
     def staging_bytes(self) -> int:
@@ -68,6 +72,13 @@ class AttentionEngine:
     def summary_bytes(self) -> int:
         """VRAM in which the summaries of all pages are kept, taken from the tier."""
         return self.paged.summary_bytes if isinstance(self.paged, SelectDecode) else 0
+
+    @property
+    def pages_read(self) -> float | None:
+        """Sealed pages that a layer that selects has read in a step, the mean; ``None`` if none has selected."""
+        counts = self.paged.counts if isinstance(self.paged, SelectDecode) else {}
+        reads = counts.get("layer reads", 0)
+        return counts["pages read"] / reads if reads else None
 
     @property
     def unread(self) -> frozenset[int]:
@@ -90,20 +101,49 @@ class AttentionEngine:
         if self.paged is None or new != 1:
             return
         if not isinstance(self.paged, SelectDecode):
-            cold = [p for row in pages for p in row if not {"vram", "host"} & p.copies.keys()]
-            if cold:
-                self.store.raise_pages(cold, "host")
+            self._raise_cold(pages)
             return
         self.paged.reserve([len(row) for row in pages])
         if self._steps % MOVE_EVERY == MOVE_EVERY - 1:
-            most = max(1, self.store.sizes["vram"] // self.store.layout.page_bytes // MOVE_SHARE)
-            wanted = [page for row in self.paged.wanted() for page in row]
+            room = (self.store.sizes["vram"] - self.summary_bytes) // self.store.layout.page_bytes
+            # Only what most layers chose comes up, and only others make room for it.
+            hottest = self.paged.hottest(room)
+            wanted = [page for page in hottest if "vram" not in page.copies]
             if wanted:
-                self.store.raise_pages(wanted[:most], "vram")
+                most = max(1, room // MOVE_SHARE)
+                self.store.raise_pages(wanted[:most], "vram", keep=hottest)
 
-    def begin(self, rows: Sequence[Row], before: int, columns: int) -> None:
-        """Start a step; see ``ExactStream.begin``."""
-        self._decoding = self.paged is not None and columns - before == 1
+    def _raise_cold(self, pages: Sequence[Sequence[Page]]) -> None:
+        """Bring pages that are only on disk to host memory, as far as it has room that the step's own pages do not
+        need. Where there is none left, look again only after a while, or when there are more of them."""
+        cold = [p for row in pages for p in row if not {"vram", "host"} & p.copies.keys()]
+        count, step = self._cold
+        if not cold or (len(cold) == count and self._steps - step < MOVE_EVERY):
+            return
+        self.store.raise_pages(cold, "host", keep=[p for row in pages for p in row])
+        left = sum("host" not in page.copies for page in cold)
+        self._cold = (left, self._steps)
+
+    def rearrange(self, rows: Sequence[int]) -> None:
+        """Row ``i`` of the coming steps goes on from what was row ``rows[i]``."""
+        if self.paged is not None:
+            self.paged.rearrange(rows)
+
+    def forget(self) -> None:
+        """The rows do not go on from what they were: cut back, or begun anew."""
+        if self.paged is not None:
+            self.paged.forget()
+
+    def begin(
+        self, rows: Sequence[Row], before: int, columns: int, *, in_place: bool = True
+    ) -> None:
+        """Start a step; see ``ExactStream.begin``.
+
+        Args:
+            in_place: whether pages may be read where they are. Not, if a mask hides some of the tokens.
+        """
+        self._decoding = self.paged is not None and columns - before == 1 and in_place
+        self._attended = 0
         self.stream.begin(rows, before, columns, self._streamed if self._decoding else None)
         self._unread.clear()
         if self._decoding:
@@ -139,23 +179,27 @@ class AttentionEngine:
         """See ``PagedDecode.attend``."""
         assert self.paged is not None
         self._unread.discard(layer)
+        self._attended += 1
         return self.paged.attend(layer, q, scale, sink)
 
     def end(self) -> tuple[str, Event]:
         """The step's last layer has been served and read: (stream name, event) that stand for all its work."""
         if isinstance(self.paged, SelectDecode):
-            self.paged.stage.end(self.store.device.compute_stream())
+            self.paged.stage.end(self.stream.compute)
         stream, event = self.stream.end()
         if self._decoding and self.paged is not None:
             self.paged.end(event)
-            if not self._unread:
-                for keys, shares in self.paged.masses():
-                    self.store.attended(keys, shares)
+            # A step that was given up tells nothing.
+            if self._attended >= len(self._paged_layers):
+                masses = self.paged.masses()
+                if masses:
+                    self.store.attended(list(masses), list(masses.values()))
         self._decoding = False
         return stream, event
 
     def close(self) -> None:
         """Free all memory."""
-        if self.paged is not None:
-            self.paged.close()
-        self.stream.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.stream.close)
+            if self.paged is not None:
+                stack.callback(self.paged.close)

@@ -10,6 +10,7 @@ Origin: OmniKV (ICLR 2025) needs such a list for every model and gives some; how
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -92,15 +93,17 @@ class RecallMeter:
 def choose_filters(
     recall: torch.Tensor, count: int, *, wait: int = 1, first: int = 1
 ) -> tuple[tuple[int, ...], float, float]:
-    """At most ``count`` filter layers for which the least recall of a layer that goes by one is largest, then the mean.
+    """At most ``count`` filter layers for which the least recall of a layer that goes by one is largest; of such choices
+    the one with the largest mean over all layers, those that read everything counting 1.
 
     Args:
         recall: ``[filter, layer]`` from ``RecallMeter``.
         wait: layers behind each filter that read everything.
-        first: no filter before this layer; the layers before the first filter read everything.
+        first: no filter before this layer; the layers before the first filter read everything, so that it has to be
+            in the first quarter of the model, or here.
 
     Returns:
-        The layers, the least recall and the mean one (1.0 if no layer goes by a filter).
+        The layers, the least recall and the mean one of the layers that go by a filter (1.0 if none does).
 
     Raises:
         ConfigError: ``count`` or ``first`` is out of range.
@@ -110,36 +113,64 @@ def choose_filters(
         raise ConfigError(f"count is {count}; give 1 to {layers} filters")
     if not 0 <= first < layers:
         raise ConfigError(f"first is {first}; the model has layers 0 to {layers - 1}")
+    served = {
+        (at, stop): recall[at, at + wait + 1 : stop].tolist()
+        for at in range(first, layers)
+        for stop in range(at + 1, layers + 1)
+    }
+    starts = range(first, max(first, layers // 4) + 1)
+    found = _best(served, layers, count, wait, starts, -1.0)
+    # The largest least recall is known now: among the choices that have it, the largest sum.
+    least = min((x for pair in _spans(found, layers) for x in served[pair]), default=1.0)
+    chosen = _best(served, layers, count, wait, starts, least)
+    values = [x for pair in _spans(chosen, layers) for x in served[pair]]
+    return chosen, min(values, default=1.0), sum(values) / len(values) if values else 1.0
 
-    def span(at: int, stop: int) -> tuple[float, float, int]:
-        """Least recall, sum and number of the layers between a filter and the next one."""
-        served = recall[at, at + wait + 1 : stop]
-        if not len(served):
-            return 1.0, 0.0, 0
-        return float(served.min()), float(served.sum()), len(served)
 
-    # best[k][at]: with k more filters to place, the first of them at ``at``.
-    best: list[dict[int, tuple[float, float, int, tuple[int, ...]]]] = [{}]
-    for k in range(1, count + 1):
-        row: dict[int, tuple[float, float, int, tuple[int, ...]]] = {}
-        for at in range(layers - 1, first - 1, -1):
-            least, total, number = span(at, layers)
-            options = [(least, total, number, (at,))]
-            if k > 1:
-                for following, (low, more, n, rest) in best[k - 1].items():
-                    if following > at + wait:
-                        least, total, number = span(at, following)
-                        options.append((min(least, low), total + more, number + n, (at, *rest)))
-            row[at] = max(options, key=lambda x: (x[0], x[1] / max(1, x[2])))
-        best.append(row)
-    # A late first filter serves few layers well: let it lie where most layers still go by one.
-    latest = max(first, layers // 4)
-    found = max(
-        (x for at, x in best[count].items() if at <= latest),
-        key=lambda x: (x[0], x[1] / max(1, x[2])),
-    )
-    least, total, number, chosen = found
-    return chosen, least, total / number if number else 1.0
+def _spans(chosen: Sequence[int], layers: int) -> list[tuple[int, int]]:
+    """(filter, the next one or the end) of each filter."""
+    return list(zip(chosen, (*chosen[1:], layers), strict=True))
+
+
+def _best(
+    served: dict[tuple[int, int], list[float]],
+    layers: int,
+    count: int,
+    wait: int,
+    starts: Sequence[int],
+    least: float,
+) -> tuple[int, ...]:
+    """Filters by dynamic programming from the last layer on: with ``least`` below 0 those of the largest least recall,
+    otherwise, of those that reach ``least``, those of the largest sum of recalls, 1 for each layer that reads everything.
+    """
+
+    def worth(at: int, stop: int, rest: float) -> float:
+        values = served[at, stop]
+        if least < 0.0:
+            return min([*values, rest])
+        if min(values, default=1.0) < least:
+            return -math.inf
+        return sum(values) + (stop - at - len(values)) + rest
+
+    end = 1.0 if least < 0.0 else 0.0
+    #: at -> (worth of the layers from there on, the filters), with one more filter allowed in each round.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {}
+    for _ in range(count):
+        now: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for at in range(layers - 1, starts[0] - 1, -1):
+            options: list[tuple[float, tuple[int, ...]]] = [(worth(at, layers, end), (at,))]
+            options += [
+                (worth(at, following, rest), (at, *others))
+                for following, (rest, others) in best.items()
+                if following > at + wait
+            ]
+            now[at] = max(options, key=lambda x: x[0])
+        best = now
+    before = 0.0 if least < 0.0 else 1.0
+    return max(
+        ((value + before * at, chosen) for at, (value, chosen) in best.items() if at in starts),
+        key=lambda x: x[0],
+    )[1]
 
 
 def with_filters(mode: str, identity: ModelIdentity) -> str:
@@ -148,10 +179,15 @@ def with_filters(mode: str, identity: ModelIdentity) -> str:
     Raises:
         ConfigError: the stored calibration cannot be read.
     """
-    if not mode.startswith("select:omnikv") or "filters=" in mode:
+    head, *items = mode.split(",")
+    given = {item.partition("=")[0].strip() for item in items}
+    if head.strip() != "select:omnikv" or "filters" in given:
         return mode
     found = load_filters(filters_path(cache_folder(), identity.weights_digest))
-    return mode if found is None else f"{mode},filters={found.text},wait={found.wait}"
+    if found is None:
+        return mode
+    wait = "" if "wait" in given else f",wait={found.wait}"
+    return f"{mode},filters={found.text}{wait}"
 
 
 def filters_path(folder: Path, weights: bytes) -> Path:
@@ -184,7 +220,12 @@ def load_filters(path: Path) -> Filters | None:
     try:
         if values.pop("format") != FORMAT:
             raise KeyError("format")
-        return Filters(**{**values, "layers": tuple(values["layers"])})
+        found = Filters(**{**values, "layers": tuple(values["layers"])})
+        if not found.layers or not all(
+            type(x) is int and x >= 0 for x in (*found.layers, found.wait)
+        ):
+            raise TypeError("layers")
+        return found
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no calibration of format {FORMAT} ({error}); delete it and calibrate again"

@@ -1,7 +1,7 @@
 """How attention reads pages: by name, as users write it.
 
 ``exact-stream`` gathers all pages of a layer in VRAM, ``exact-split`` reads each page where it is, ``select:...`` reads
-some of them, ``auto`` leaves the choice between the two exact ones to the cost model.
+some of them.
 """
 
 from __future__ import annotations
@@ -80,15 +80,19 @@ def parse_mode(text: str) -> Mode:
         return Mode(text, text)  # type: ignore[arg-type]
     if not text.startswith("select:"):
         raise ConfigError(
-            f"mode {text!r} is unknown; use auto, exact-stream, exact-split or select:NAME,budget=..."
+            f"mode {text!r} is unknown; use exact-stream, exact-split or select:NAME,budget=..."
         )
     name, *items = text[len("select:") :].split(",")
     own: dict[str, str] = {}
     others: list[str] = []
+    seen: set[str] = set()
     for item in items:
         key, sep, value = item.partition("=")
         if not sep or not key.strip() or not value.strip():
             raise ConfigError(f"mode {text!r}: {item!r} is not of the form key=value")
+        if key.strip() in seen:
+            raise ConfigError(f"mode {text!r} gives {key.strip()} twice; give it once")
+        seen.add(key.strip())
         if key.strip() in _OWN:
             own[key.strip()] = value.strip()
         else:

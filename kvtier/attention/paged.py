@@ -56,7 +56,7 @@ class PagedDecode:
         self._bounce: Buffer | None = None
         #: A row's share of attention by page, summed over the layers that told it, and their number.
         self._mass: list[torch.Tensor] = []
-        self._told = 0
+        self._told: list[int] = []
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Start a step over ``rows``, ordered behind all that wrote their pages (``ExactStream.begin`` does it)."""
@@ -77,7 +77,7 @@ class PagedDecode:
             torch.zeros(len(pages), dtype=torch.float32, device=self.device.torch_device)
             for pages in self.pages
         ]
-        self._told = 0
+        self._told = [0] * len(rows)
 
     def attend(
         self, layer: int, q: torch.Tensor, scale: float | None, sink: torch.Tensor | None = None
@@ -100,7 +100,6 @@ class PagedDecode:
             part = read.part if sink is None else merge([read.part, _sink(read.part, sink)])
             self.tell(number, layer, read.page_lse, part.lse)
             outs.append(part.out)
-        self._told += 1
         return torch.stack(outs).to(q.dtype)
 
     def read(self, number: int, plane: Plane, q: torch.Tensor, scale: float) -> Read:
@@ -112,21 +111,21 @@ class PagedDecode:
             (q.shape[0], len(pages)), -torch.inf, dtype=torch.float32, device=q.device
         )
         parts: list[Partial] = []
-        hot = (pages.hot_table, pages.hot)
-        for table, places in (hot, (self._tails[number], None)):
-            if table is not None:
-                part, each = self.partial(q, table, plane, scale)
-                parts.append(part)
-                if places is not None:
-                    page_lse[:, places] = each
+        if pages.hot_table is not None:
+            part, each = self.partial(q, pages.hot_table, plane, scale)
+            parts.append(part)
+            page_lse[:, pages.index("vram", q.device)] = each
+        tail = self._tails[number]
+        if tail is not None:
+            parts.append(self.partial(q, tail, plane, scale)[0])
         if pages.host_table is not None:
             part, each = self.partial(query, pages.host_table, plane, scale)
             parts.append(Partial(part.out.to(q.device), part.lse.to(q.device)))
-            page_lse[:, pages.host] = each.to(q.device)
+            page_lse[:, pages.index("host", q.device)] = each.to(q.device)
         if pages.disk:
             part, each = self._read_disk(query, pages, plane, scale)
             parts.append(Partial(part.out.to(q.device), part.lse.to(q.device)))
-            page_lse[:, [place for place, _ in pages.disk]] = each.to(q.device)
+            page_lse[:, pages.index("disk", q.device)] = each.to(q.device)
         if not parts:  # a row of a padded batch that has not begun
             return Read(nothing(q, plane), page_lse)
         return Read(parts[0] if len(parts) == 1 else merge(parts), page_lse)
@@ -146,15 +145,24 @@ class PagedDecode:
         if page_lse.shape[1]:
             shares = (page_lse - lse[:, None]).exp()
             self._mass[number] += shares.mean(0)
+            self._told[number] += 1
 
-    def masses(self) -> list[tuple[list[bytes], list[float]]]:
-        """Keys and shares of the step, one entry a row; the mean over the layers that were read so."""
-        if not self._told:
-            return []
-        return [
-            (row.lease.keys, (mass / self._told).tolist())
-            for row, mass in zip(self.rows, self._mass, strict=True)
-        ]
+    def masses(self) -> dict[bytes, float]:
+        """Key -> share of attention in the step, of the sealed pages that got any: the mean over the layers that were
+        read so, the sum over the rows that share a page."""
+        found: dict[bytes, float] = {}
+        for row, mass, told in zip(self.rows, self._mass, self._told, strict=True):
+            if told:
+                for key, share in zip(row.lease.keys, (mass / told).tolist(), strict=True):
+                    if share > 0.0:
+                        found[key] = found.get(key, 0.0) + share
+        return found
+
+    def rearrange(self, rows: Sequence[int]) -> None:
+        """Row ``i`` goes on from what was row ``rows[i]``."""
+
+    def forget(self) -> None:
+        """The rows do not go on from what they were: cut back, or begun anew."""
 
     def end(self, event: Event) -> None:
         """``event`` is behind all work of the step."""

@@ -8,6 +8,7 @@ what it gives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -16,18 +17,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvtier.attention.choice import Choice, Chooser
 from kvtier.attention.mode import Selection
 from kvtier.attention.paged import PagedDecode, Read
 from kvtier.attention.planes import PlaneHalf, PlaneStage
 from kvtier.attention.summaries import SummaryIndex
 from kvtier.attention.window import Row
 from kvtier.devices.base import Event
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, DeviceOOMError, PageLostError
 from kvtier.kernels.attention import Partial, merge
 from kvtier.kernels.pages import gather_pages
 from kvtier.kernels.table import PageTable
 from kvtier.layout import Plane
-from kvtier.selector import Query, Selector
+from kvtier.selector import Query
 from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
 
@@ -56,17 +58,11 @@ class SelectDecode(PagedDecode):
             )
         self.selection = selection
         self.layers = list(layers)
-        total = len(store.layout.layers)
-        for layer in selection.dense:
-            if layer >= total:
-                raise ConfigError(f"dense={layer}: the model has layers 0 to {total - 1}")
-        self.dense = selection.dense | selection.make().dense_layers(total)
+        self.chooser = Chooser(selection, layers, store.layout)
         self.stage = PlaneStage(store)
         #: What guesses the next layer's queries from the current hidden state.
         self.foresight: Foresight | None = None
-        self._indexes: dict[int, SummaryIndex] = {}
-        self._selectors: dict[int, Selector] = {}
-        self._chosen: dict[tuple[int, int], torch.Tensor] = {}
+        self._indexes: list[SummaryIndex] = []
         #: (row, layer) -> the last step's query.
         self._queries: dict[tuple[int, int], torch.Tensor] = {}
         self._chance = random.Random(0)
@@ -83,161 +79,164 @@ class SelectDecode(PagedDecode):
             DeviceOOMError, TierFullError: there is no VRAM for them.
         """
         if len(pages) != len(self._indexes):
-            self._renumber(len(pages))
-        for number, count in enumerate(pages):
-            self._indexes[number].reserve(count)
+            self._resize(len(pages))
+        for index, count in zip(self._indexes, pages, strict=True):
+            index.reserve(count)
 
     def begin(self, rows: Sequence[Row]) -> None:
         super().begin(rows)
-        for number, row in enumerate(rows):
-            self._indexes[number].follow(row.lease)
+        for index, row in zip(self._indexes, rows, strict=True):
+            index.follow(row.lease)
+        memory = [each for index in self._indexes for each in index.ranges]
+        if memory:
+            self.device.use(self.device.compute_stream(), "read summaries", reads=memory)
+        tails = [0 if tail is None else len(tail) for tail in self._tails]
+        self.chooser.begin([len(pages) for pages in self.pages], tails)
         self.stage.begin()
-        self._chosen.clear()
         self._uses.clear()
 
     def attend(
         self, layer: int, q: torch.Tensor, scale: float | None, sink: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = super().attend(layer, q, scale, sink)
-        for number in range(len(self.rows)):
-            self._queries[number, layer] = q[number]
+        if self.selection.prefetch in ("last", "hidden"):
+            for number in range(len(self.rows)):
+                self._queries[number, layer] = q[number]
         self._send_ahead(layer)
         return out
 
     def read(self, number: int, plane: Plane, q: torch.Tensor, scale: float) -> Read:
-        layer, pages = plane.layer, self.pages[number]
-        budget = self._budget(number)
-        if layer in self.dense or budget >= len(pages):
+        layer = plane.layer
+        if layer in self.chooser.dense or not self._selects(number):
             read = super().read(number, plane, q, scale)
         else:
-            chosen = self._choose(number, layer, q, scale)
-            self.counts["pages read"] += chosen.shape[1]
+            query = functools.partial(self._query, number, plane, q, scale)
+            choice = self.chooser.choose(number, layer, query)
+            self.counts["pages read"] += choice.lists.shape[1]
             self.counts["layer reads"] += 1
-            read = self._read_chosen(number, plane, q, scale, chosen)
-        self._selectors[number].observe(layer, read.page_lse, read.part.lse)
+            read = self._read_chosen(number, plane, q, scale, choice)
+        self.chooser.observe(number, layer, read.page_lse, read.part.lse)
         return read
 
+    def tell(self, number: int, layer: int, page_lse: torch.Tensor, lse: torch.Tensor) -> None:
+        # Dense layers read every page at any rate: they would make all pages look used.
+        if layer not in self.chooser.dense or not self.leaves_out:
+            super().tell(number, layer, page_lse, lse)
+
     def end(self, event: Event) -> None:
-        for index in self._indexes.values():
+        for index in self._indexes:
             index.used(event)
 
-    def wanted(self) -> list[list[Page]]:
-        """For each row the pages outside VRAM that the step chose, those that most layers chose first."""
-        found: list[list[Page]] = [[] for _ in self.rows]
-        for (number, place), _ in self._uses.most_common():
-            if place not in self.pages[number].hot_row:
-                found[number].append(self.rows[number].lease.pages[place])
-        return found
+    def hottest(self, count: int) -> list[Page]:
+        """At most ``count`` pages that most layers of the last step chose."""
+        most = self._uses.most_common(count)
+        return [self.rows[number].lease.pages[place] for (number, place), _ in most]
+
+    def rearrange(self, rows: Sequence[int]) -> None:
+        if max(rows, default=0) >= len(self._indexes):
+            self._resize(0)
+            return
+        self.chooser.rearrange(rows)
+        old: list[SummaryIndex | None] = list(self._indexes)
+        self._indexes = []
+        for row in rows:
+            index, old[row] = old[row], None
+            # An index that holds nothing is false.
+            self._indexes.append(SummaryIndex(self.store) if index is None else index)
+        for index in old:
+            if index is not None:
+                index.close()
+        before, self._queries = self._queries, {}
+        for (number, layer), q in before.items():
+            for at, row in enumerate(rows):
+                if row == number:
+                    self._queries[at, layer] = q
+        self._uses.clear()
+
+    def forget(self) -> None:
+        self.chooser.resize(len(self._indexes))
+        self._queries.clear()
+        self._uses.clear()
 
     def chosen(self, number: int, layer: int) -> torch.Tensor | None:
         """int64 ``[lists, pages]``: what a layer of a row has read of its sealed pages in this step, a list a KV head
         or one for all; ``None`` for all of them."""
-        if layer in self.dense or self._budget(number) >= len(self.pages[number]):
+        if layer in self.chooser.dense or not self._selects(number):
             return None
-        return self._chosen[number, self._selectors[number].source(layer)]
+        known = self.chooser.known(number, layer)
+        assert known is not None, f"layer {layer} has not been read in this step"
+        return known.lists
 
     def selects(self, layer: int) -> bool:
         """Whether a layer of this step leaves out pages of some row."""
-        return layer not in self.dense and self.leaves_out
+        return layer not in self.chooser.dense and self.leaves_out
 
     @property
     def leaves_out(self) -> bool:
         """Whether some layer of this step does not read all pages of some row."""
-        return any(self._budget(n) < len(pages) for n, pages in enumerate(self.pages))
-
-    @property
-    def nbytes(self) -> int:
-        """VRAM in use, besides pages."""
-        return self.stage.nbytes + sum(index.nbytes for index in self._indexes.values())
+        return self.chooser.lossy and any(map(self._selects, range(len(self.pages))))
 
     @property
     def summary_bytes(self) -> int:
-        """Of these, summaries."""
-        return sum(index.nbytes for index in self._indexes.values())
+        """VRAM in which summaries are kept."""
+        return sum(index.nbytes for index in self._indexes)
 
     def close(self) -> None:
-        super().close()
-        self._renumber(0)
-        self.stage.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
+            for index in self._indexes:
+                stack.callback(index.close)
+            # First, for it waits for all work, also that of a step that was never ended.
+            stack.callback(self.stage.close)
+        self._indexes = []
 
-    def _renumber(self, rows: int) -> None:
+    def _resize(self, rows: int) -> None:
         """A batch of another size: what rows had stands for others now."""
-        for number in [n for n in self._indexes if n >= rows]:
-            self._indexes.pop(number).close()
-        for number in range(rows):
-            self._indexes.setdefault(number, SummaryIndex(self.store))
-        self._selectors = {n: self.selection.make() for n in range(rows)}
-        self._queries.clear()
+        while len(self._indexes) > rows:
+            self._indexes.pop().close()
+        while len(self._indexes) < rows:
+            self._indexes.append(SummaryIndex(self.store))
+        self.forget()
 
     # ------------------------------------------------------------------ the choice
 
-    def _budget(self, number: int) -> int:
-        """Sealed pages that a layer of a row may read."""
-        pages, tail = self.pages[number], self._tails[number]
-        tails = 0 if tail is None else len(tail)
-        return self.selection.budget.pages(len(pages) + tails, self.layout) - tails
+    def _selects(self, number: int) -> bool:
+        """Whether a row has more pages than a layer may read."""
+        return self.chooser.budget(number) < len(self.pages[number])
 
-    def _always(self, number: int) -> list[int]:
-        """Places that every layer reads: the first pages and the recent ones, as far as the budget goes."""
-        total, budget = len(self.pages[number]), self._budget(number)
-        sinks = min(self.selection.sinks, total, budget - 1)
-        recent = self.selection.recent
-        if isinstance(recent, float):
-            recent = max(1, math.floor(budget * recent))
-        else:
-            recent = -(-recent // self.layout.page_tokens)
-        recent = min(recent, total - sinks, budget - sinks)
-        return [*range(sinks), *range(total - recent, total)]
-
-    def _choose(self, number: int, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """int64 ``[lists, pages]``, ascending: the places that a layer of a row reads, a list a KV head or one for
-        all."""
-        selector = self._selectors[number]
-        source = selector.source(layer)
-        chosen = self._chosen.get((number, source))
-        if chosen is None:
-            chosen = self._chosen[number, source] = self._rank(number, layer, q, scale)
-        return chosen
-
-    def _rank(self, number: int, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        plane = self.layout.plane(layer)
-        scores = self._selectors[number].scores(
-            Query(
-                layer=layer,
-                q=q,
-                scale=scale,
-                kv_heads=plane.k.heads,
-                pages=len(self.pages[number]),
-                summary=self._indexes[number].layer(layer),
-                page_lse=functools.partial(self._true_lse, number, plane, q, scale),
-            )
+    def _query(self, number: int, plane: Plane, q: torch.Tensor, scale: float) -> Query:
+        return Query(
+            layer=plane.layer,
+            q=q,
+            scale=scale,
+            kv_heads=plane.k.heads,
+            pages=len(self.pages[number]),
+            summary=self._indexes[number].layer(plane.layer),
+            shares=functools.partial(self._true_shares, number, plane, q, scale),
         )
-        if self.selection.scope == "layer":
-            scores = scores.mean(0, keepdim=True)
-        scores = scores.clone()
-        scores[:, self._always(number)] = torch.inf
-        return scores.topk(self._budget(number), dim=1).indices.sort(dim=1).values
 
-    def _true_lse(self, number: int, plane: Plane, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def _true_shares(
+        self, number: int, plane: Plane, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         self.counts["layers read to choose"] += 1
-        return PagedDecode.read(self, number, plane, q, scale).page_lse
+        read = PagedDecode.read(self, number, plane, q, scale)
+        return (read.page_lse - read.part.lse[:, None]).exp()
 
     # ------------------------------------------------------------------ reading what was chosen
 
     def _read_chosen(
-        self, number: int, plane: Plane, q: torch.Tensor, scale: float, chosen: torch.Tensor
+        self, number: int, plane: Plane, q: torch.Tensor, scale: float, choice: Choice
     ) -> Read:
-        pages = self.pages[number]
-        places = chosen.unique().tolist()
+        pages, places = self.pages[number], choice.places
         self._uses.update((number, place) for place in places)
         half = self.stage.half(plane.layer)
         missed = self.stage.fetch(half, plane, number, pages, places)
         self.counts["planes"] += len(places)
         self.counts["planes fetched late"] += missed
         self.counts["planes not in VRAM"] += sum(place not in pages.hot_row for place in places)
-        if len(chosen) == 1:
+        if len(choice.lists) == 1:
             return self._read_together(number, plane, q, scale, places, half)
-        return self._read_by_head(number, plane, q, scale, places, chosen, half)
+        return self._read_by_head(number, plane, q, scale, choice, half)
 
     def _read_together(
         self,
@@ -276,12 +275,12 @@ class SelectDecode(PagedDecode):
         plane: Plane,
         q: torch.Tensor,
         scale: float,
-        places: list[int],
-        chosen: torch.Tensor,
+        choice: Choice,
         half: PlaneHalf,
     ) -> Read:
         """Each KV head reads pages of its own: all chosen planes are brought together, then each head picks its."""
         pages, tail = self.pages[number], self._tails[number]
+        chosen, places = choice.lists, choice.places
         hot = [
             place
             for place in places
@@ -294,9 +293,10 @@ class SelectDecode(PagedDecode):
             table = pages.hot_table.take([pages.hot_row[place] for place in hot])
             rows = self._rows(half, plane)[numbers[0] : numbers[0] + len(numbers)]
             gather_pages(table, rows, start=plane.offset, nbytes=plane.nbytes)
-        at = torch.tensor([half.slots[number, place] for place in places], device=q.device)
-        place_to_row = torch.zeros(len(pages), dtype=torch.int64, device=q.device)
-        place_to_row[places] = at
+        rows_of = [0] * len(pages)
+        for place in places:
+            rows_of[place] = half.slots[number, place]
+        place_to_row = torch.tensor(rows_of, device=q.device)
         k, v = (self._pick(half, plane, side, place_to_row[chosen], q.dtype) for side in (0, 1))
         part, each = _by_head(q, k, v, scale)
         page_lse = self._unread(q, len(pages))
@@ -345,36 +345,38 @@ class SelectDecode(PagedDecode):
     # ------------------------------------------------------------------ sending ahead
 
     def _send_ahead(self, layer: int) -> None:
-        """Start the copies of what the next layer is likely to choose."""
+        """Start the copies of what the next layer is likely to choose. If they cannot be made, nothing is lost."""
         how = self.selection.prefetch
         following = next((n for n in self.layers if n > layer), None)
-        if how == "none" or following is None or following in self.dense:
+        if how == "none" or following is None or following in self.chooser.dense:
             return
         guessed = self.foresight(following) if how == "hidden" and self.foresight else None
         plane = self.layout.plane(following)
         half: PlaneHalf | None = None
         for number, pages in enumerate(self.pages):
-            if not (pages.host or pages.disk) or self._budget(number) >= len(pages):
+            if not (pages.host or pages.disk) or not self._selects(number):
                 continue
-            places = self._guess(number, following, guessed)
+            places = self._guess(number, plane, guessed)
             if places:
                 half = half or self.stage.half(following)
-                self.counts["planes sent ahead"] += self.stage.fetch(
-                    half, plane, number, pages, places
-                )
+                with contextlib.suppress(PageLostError, DeviceOOMError):
+                    self.counts["planes sent ahead"] += self.stage.fetch(
+                        half, plane, number, pages, places
+                    )
 
-    def _guess(self, number: int, layer: int, guessed: torch.Tensor | None) -> list[int]:
-        pages = self.pages[number]
-        selector = self._selectors[number]
-        known = self._chosen.get((number, selector.source(layer)))
+    def _guess(self, number: int, plane: Plane, guessed: torch.Tensor | None) -> list[int]:
+        pages, layer = self.pages[number], plane.layer
+        known = self.chooser.known(number, layer)
         if known is not None:
-            return known.unique().tolist()
+            return known.places
         if self.selection.prefetch == "random":
-            return self._chance.sample(range(len(pages)), min(len(pages), self._budget(number)))
-        q = self._queries.get((number, layer)) if guessed is None else guessed[number]
-        if q is None or selector.source(layer) != layer:
+            most = min(len(pages), self.chooser.budget(number))
+            return self._chance.sample(range(len(pages)), most)
+        q = self._queries.get((number, layer)) if guessed is None else guessed[number].contiguous()
+        if q is None or self.chooser.source(number, layer) != layer:
             return []
-        return self._rank(number, layer, q, 1.0 / math.sqrt(q.shape[-1])).unique().tolist()
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        return self.chooser.rank(number, self._query(number, plane, q, scale)).places
 
 
 def _by_head(
@@ -385,8 +387,9 @@ def _by_head(
     kv_heads, pages, tokens, dim = k.shape
     query = q.float().view(kv_heads, -1, dim) * scale
     scores = query @ k.reshape(kv_heads, pages * tokens, dim).transpose(1, 2)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp() @ v.reshape(kv_heads, pages * tokens, -1)
     heads = q.shape[0]
     page_lse = scores.view(heads, pages, tokens).logsumexp(-1)
-    return Partial(out.reshape(heads, -1), lse.reshape(heads)), page_lse
+    lse = page_lse.logsumexp(-1)
+    weights = (scores - lse.view(kv_heads, -1, 1)).exp()
+    out = weights @ v.reshape(kv_heads, pages * tokens, -1)
+    return Partial(out.reshape(heads, -1), lse), page_lse

@@ -166,9 +166,14 @@ class ExactStream:
         self._check(layer, plane, k, v)
         self._append(plane, k.detach(), v.detach())
 
+    @property
+    def compute(self) -> Stream:
+        """The stream that the step's work is on."""
+        return self._compute or self.device.compute_stream()
+
     def end(self) -> tuple[str, Event]:
         """The step's last layer has been served: (stream name, event) that stand for all its work."""
-        compute = self._compute or self.device.compute_stream()
+        compute = self.compute
         self._done = compute.record()
         return compute.name, self._done
 

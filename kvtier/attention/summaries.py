@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from kvtier.devices.base import Buffer, Device, Event, Range
-from kvtier.errors import PageLostError
+from kvtier.errors import CopyFailedError, DeviceOOMError, PageLostError, TierFullError
 from kvtier.kernels.pages import scatter_pages
 from kvtier.kernels.summary import summarise_pages
 from kvtier.kernels.table import PageTable
@@ -17,8 +18,10 @@ from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
 from kvtier.tiers.memory import Slot
 
-#: Pages that an index makes room for at once, at least.
+#: Pages that an index makes room for beyond those that there are, at least,
 MIN_PAGES = 16
+#: unless that takes more than this part of the VRAM tier.
+SPARE_SHARE = 32
 
 
 def write_summaries(store: TieredStore, slots: Sequence[Slot], written: Event | None) -> Event:
@@ -82,6 +85,8 @@ class SummaryIndex:
         self._pages: list[Page] = []
         self._buffer: Buffer | None = None
         self._room = 0
+        #: Whose pages are held, all of them.
+        self._lease: Lease | None = None
         #: Work that may still read the memory.
         self._used: Event | None = None
 
@@ -93,28 +98,36 @@ class SummaryIndex:
     def __len__(self) -> int:
         return len(self._pages)
 
+    @property
+    def ranges(self) -> list[Range]:
+        """The memory, for a device to check."""
+        return [] if self._buffer is None else [self._buffer.range()]
+
     def reserve(self, pages: int) -> None:
         """Have room for ``pages`` pages. Called while no lease pins the tier, which may have to give pages up for it.
 
         Raises:
-            DeviceOOMError, TierFullError: there is no VRAM for them.
+            DeviceOOMError, TierFullError: there is no VRAM for them, even if only these are held.
         """
         if pages <= self._room:
             return
-        room = max(MIN_PAGES, pages + pages // 4)
-        more = (room - self._room) * self._page_bytes
-        self.store.withhold_vram(more)
+        spare = self.store.sizes["vram"] // SPARE_SHARE // self._page_bytes
+        room = pages + min(spare, max(MIN_PAGES, pages // 4))
         try:
-            fresh = self.device.alloc(room * self._page_bytes)
-        except BaseException:
-            self.store.withhold_vram(-more)
-            raise
+            fresh = self._take(room)
+        except (DeviceOOMError, TierFullError):
+            # No room for the old and the new memory at once: the pages themselves have what is in it.
+            self.close()
+            room = pages
+            fresh = self._take(room)
         old, keep = self._buffer, len(self._pages)
         before = {n: self._rows(n, p)[:keep] for n, p in self._parts.items()} if old else {}
         self._buffer, self._room = fresh, room
         if old is None:
             return
         compute = self.device.compute_stream()
+        if self._used is not None:
+            compute.wait(self._used)
 
         def kernel() -> None:
             for n, rows in before.items():
@@ -124,15 +137,18 @@ class SummaryIndex:
             compute, "grow summaries", kernel, reads=[old.range()], writes=[fresh.range()]
         )
         compute.record().synchronize(self.store.timeout_s)
-        self.device.free(old)
+        self._give(old)
 
     def follow(self, lease: Lease) -> None:
         """Hold the summaries of the leased pages, in order; what is held already is not read again. There must be
-        room (see ``reserve``).
+        room (see ``reserve``), and the compute stream be behind all that wrote the pages.
 
         Raises:
             PageLostError: a page on disk turned out to be damaged.
         """
+        if lease is self._lease:
+            return
+        self._lease = None
         have = 0
         for mine, theirs in zip(self._pages, lease.pages, strict=False):
             if mine is not theirs:
@@ -142,6 +158,7 @@ class SummaryIndex:
         if have < len(lease.pages):
             self._fetch(lease, have)
             self._pages += lease.pages[have:]
+        self._lease = lease
 
     def layer(self, layer: int) -> torch.Tensor:
         """``[pages, 4, kv_heads, dim]`` of a layer, for work on the compute stream."""
@@ -153,22 +170,33 @@ class SummaryIndex:
         """``event`` is behind the last reads."""
         self._used = event
 
-    def clear(self) -> None:
-        """Forget all pages; the memory stays."""
-        self._pages.clear()
-
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back, once the work on it is done. Idempotent; can be used again."""
         self._pages.clear()
-        if self._buffer is not None:
+        self._lease = None
+        buffer, self._buffer, self._room = self._buffer, None, 0
+        if buffer is not None:
             if self._used is not None and not self.store.closed:
-                self._used.synchronize(self.store.timeout_s)
-            self.device.free(self._buffer)
-            self.store.withhold_vram(-self._buffer.nbytes)
-            self._buffer = None
-            self._room = 0
+                # A failed copy has ended as well as any other.
+                with contextlib.suppress(CopyFailedError):
+                    self._used.synchronize(self.store.timeout_s)
+            self._give(buffer)
 
     # ------------------------------------------------------------------ inside
+
+    def _take(self, room: int) -> Buffer:
+        """Memory for ``room`` pages, taken from the tier."""
+        nbytes = room * self._page_bytes
+        self.store.withhold_vram(nbytes)
+        try:
+            return self.device.alloc(nbytes)
+        except BaseException:
+            self.store.withhold_vram(-nbytes)
+            raise
+
+    def _give(self, buffer: Buffer) -> None:
+        self.device.free(buffer)
+        self.store.withhold_vram(-buffer.nbytes)
 
     def _rows(self, layer: int, part: Part) -> torch.Tensor:
         """uint8 ``[room, bytes of a summary]``."""
@@ -197,8 +225,6 @@ class SummaryIndex:
                     assert bounce is not None
                     up.append((to, bounce.range(places[n], places[n] + self._page_bytes)))
                 else:
-                    if copy.written is not None:
-                        compute.wait(copy.written)
                     source = copy.slot.range(self._first, self._page_bytes)
                     (across if copy.tier == "vram" else up).append((to, source))
             for parts in (up, across):

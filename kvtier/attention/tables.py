@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from kvtier.attention.window import Row
 from kvtier.devices.base import Buffer, Device, Range
 from kvtier.kernels.table import PageTable
@@ -21,7 +23,7 @@ class LeasedPages:
         hot_table, host_table: the tables of them, in that order; ``None`` if there are none.
         disk: (place, page) of those on disk only.
         ranges: the pages in VRAM, for a device to check; neighbours as one.
-        host_slots: of the pages in host memory.
+        host_slots: of the pages in host memory; ``host_ranges`` as ``ranges``.
     """
 
     def __init__(self, lease: Lease, layout: PageLayout) -> None:
@@ -43,18 +45,32 @@ class LeasedPages:
         self.hot_table = table_of(hot_slots, layout)
         self.host_table = table_of(self.host_slots, layout)
         self.ranges = merged(hot_slots)
+        self.host_ranges = merged(self.host_slots)
         #: place in the sequence -> row of its table.
         self.hot_row = {place: row for row, place in enumerate(self.hot)}
         self.host_row = {place: row for row, place in enumerate(self.host)}
         self.disk_page = dict(self.disk)
+        self._indexes: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.lease.pages)
 
     def check_host(self, device: Device) -> None:
         """Have the device check that the host may read its pages now."""
-        for at in merged(self.host_slots):
+        for at in self.host_ranges:
             device.host(at)
+
+    def index(self, tier: str, device: torch.device) -> torch.Tensor:
+        """int64: places of the pages in ``vram``, ``host`` or ``disk``, on a torch device."""
+        found = self._indexes.get(tier)
+        if found is None:
+            places = {"vram": self.hot, "host": self.host, "disk": [at for at, _ in self.disk]}[
+                tier
+            ]
+            with torch.inference_mode(False):
+                found = torch.tensor(places, dtype=torch.int64, device=device)
+            self._indexes[tier] = found
+        return found
 
 
 def table_of(

@@ -29,6 +29,14 @@ logit. The last bits of a float depend on how many tokens go through the model a
 comparison makes the same forward calls: prefill in chunks that end at multiples of the chunk size
 and, for what came from the store, the calls of the run that computed it (runs.json in the store
 directory), cut back to the restored length. The largest difference must then be exactly 0.0.
+With --mode exact-split, which adds up attention in another order, it may be 1e-3 (float32; 32 units
+of the last place in other dtypes). With --mode select:... there is nothing to compare: it leaves
+pages out.
+
+modes: exact-stream gathers all pages in VRAM, exact-split has the CPU read those in host RAM.
+select:NAME,budget=B reads a part of the pages at each step and may change what comes out; NAME is
+quest, arkbox, omnikv, window or oracle, B is 10%, 64pages, 2048tokens or 512MiB. See
+docs/attention.md for its other options.
 
 exit status: 0 done, 1 failed or --verify found a difference, 2 wrong options, 130 interrupted.
 """
@@ -50,6 +58,7 @@ class RunOptions:
     page_tokens: int
     chunk: int
     policy: str
+    mode: str
     device: str
     verify: bool
     json: bool
@@ -133,6 +142,13 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
         help="which pages stay: NAME, NAME:key=value,... or module:Class (default: lru)",
     )
     tiers.add_argument(
+        "--mode",
+        metavar="M",
+        default="exact-stream",
+        help="how decoding reads pages: exact-stream (default), exact-split or "
+        "select:NAME,budget=...; see below",
+    )
+    tiers.add_argument(
         "--page-tokens", metavar="N", type=_count, default=32, help="tokens in a page (default: 32)"
     )
     tiers.add_argument(
@@ -197,6 +213,13 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         load_policy(args.policy, leaf_first=True)
     except ConfigError as error:
         raise ConfigError(f"--policy: {error}") from error
+    mode = _mode(args.mode)
+    selects = mode.startswith("select:")
+    if selects and args.verify:
+        raise ConfigError(
+            f"--verify compares with attention over all pages, and --mode {mode} leaves some out; use "
+            "exact-stream or exact-split, or leave --verify out"
+        )
     return RunOptions(
         demo=args.demo,
         model=args.model,
@@ -207,8 +230,9 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         page_tokens=args.page_tokens,
         chunk=args.chunk,
         policy=args.policy,
+        mode=mode,
         device=args.device,
-        verify=args.verify or args.demo,
+        verify=args.verify or (args.demo and not selects),
         json=args.json,
         **sizes,
     )
@@ -226,6 +250,16 @@ def reject_unknown(extras: list[str], known: list[str], command: str) -> None:
     near = difflib.get_close_matches(first, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"see 'kvtier {command} --help'"
     raise ConfigError(f"unknown option {first}; {hint}")
+
+
+def _mode(text: str) -> str:
+    """A mode that can be. Filters of omnikv are looked up when the model is known."""
+    from kvtier.attention.mode import parse_mode
+
+    name, *items = text.split(",")
+    given = any(item.startswith("filters=") for item in items)
+    parse_mode(f"{text},filters=1" if name == "select:omnikv" and not given else text)
+    return text
 
 
 def _size(args: argparse.Namespace, name: str) -> int | None:

@@ -3,10 +3,10 @@
 The only file of the replay that knows the cost model. Requests are taken one at a time, without
 queueing or batching, with all weights in VRAM:
 
-    TTFT = pages from disk / disk rate + pages from host RAM / link + FLOPs of the rest / (eta * peak)
+    TTFT = pages from disk / disk rate + pages from host RAM / link + prefill of the rest
 
-with 2 FLOPs a weight and token and 4 a query element, key and layer for attention. A decode step reads
-the weights and the request's KV; what found no room in VRAM comes over the link in every step.
+with ``kvtier.cost.prefill``. A decode step reads the weights and the request's KV; what found no room in VRAM comes
+over the link in every step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.cost.constants import DEFAULTS
 from kvtier.cost.decode import LayerLoad, step_time
 from kvtier.cost.links import DISK_RATE, link_path
 from kvtier.cost.models import find_model
+from kvtier.cost.prefill import prefill_seconds
 from kvtier.devices.spec import parse_card
 from kvtier.errors import ConfigError
-
-#: Share of the matrix peak that prefill reaches; 0.4 to 0.6 is usual.
-MATRIX_EFFICIENCY = 0.5
-#: Query heads a KV head where the model does not say; 4 in Llama 3 8B, 8 in 70B.
-QUERY_GROUP = 4
 
 
 class Served:
@@ -96,7 +93,6 @@ class Predictor:
         except KeyError:
             raise ConfigError(f"the KV dtype {kv_dtype!r} is unknown; try bf16 or fp8") from None
         self._link = link_path(self.card, spec.kind)
-        self._rate = self.card.bf16_flops * MATRIX_EFFICIENCY
 
     def page_bytes(self, page_tokens: int) -> int:
         """Bytes of a page of the model."""
@@ -111,17 +107,15 @@ class Predictor:
             "weight_bits": self.weight_bits,
             "link": f"{self._link.kind} {self._link.rate(1 << 30) / 1e9:.1f} GB/s",
             "disk": f"{DISK_RATE / 1e9:.1f} GB/s (assumed)",
-            "matrix_efficiency": MATRIX_EFFICIENCY,
+            "matrix_efficiency": DEFAULTS["matrix_efficiency"],
             "requests": "one at a time, no queueing or batching",
         }
 
     def prefill_s(self, new: int, context: int) -> float:
         """Seconds to compute ``new`` tokens at the end of ``context``."""
-        model = self.model
-        width = getattr(model, "query_width", 0) or QUERY_GROUP * model.kv_heads * model.head_dim
-        pairs = new * (context - new) + new * (new + 1) / 2
-        flops = 2 * (model.active_params or model.params) * new
-        return (flops + 4 * model.attention_layers * width * pairs) / self._rate
+        return prefill_seconds(
+            self.model, self.card, new, DEFAULTS, before=context - new, kv_dtype=self.kv_dtype
+        )
 
     def load_s(self, host_pages: int, disk_pages: int, page_bytes: int) -> float:
         """Seconds to bring pages up, one after another."""

@@ -131,6 +131,9 @@ class Room(Writes):
         who = ", ".join(f"{name} ({n} pages)" for name, n in sorted(holders.items())) or "nobody"
         trouble = f" ({failed} of them since their copies failed)" if failed else ""
         slots = self.slots[tier]
+        lent = slots.withheld_bytes
+        if lent:
+            trouble += f" or holds summaries ({format_size(lent)})"
         return TierFullError(
             f"no room for {pages} page(s) of {format_size(slots.page_bytes)} in the {tier} tier of "
             f"{slots.capacity_pages} pages: everything in it is held{trouble}, by {who}; close "

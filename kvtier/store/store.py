@@ -187,22 +187,49 @@ class TieredStore(SessionPages):
             return len(lease)
 
     def raise_pages(
-        self, pages: Sequence[Page], tier: str, *, timeout_s: float | None = None
+        self,
+        pages: Sequence[Page],
+        tier: str,
+        *,
+        keep: Sequence[Page] = (),
+        timeout_s: float | None = None,
     ) -> int:
-        """Bring pages that somebody owns up to ``vram`` or ``host``, colder ones making room, in the order given;
-        those that find none stay where they are. Waits for the copies. The number that is there now."""
+        """Bring pages that somebody owns up to ``vram`` or ``host``, colder ones making room, in the order given,
+        until one finds none. Waits for the copies.
+
+        Args:
+            keep: pages that must not make room.
+
+        Returns:
+            The number of ``pages`` that are there now.
+        """
         with self._locked(timeout_s) as deadline:
             self._park()
-            for page in pages:
-                copy = page.readable()
-                if copy is None or tier in page.copies:
-                    continue
-                self._directory.hold(page, copy)
-                try:
-                    self._placement.promote(page, tier, deadline, evict=True)
-                finally:
+            held: list[tuple[Page, Copy]] = []
+            try:
+                for page in dict.fromkeys((*keep, *pages)):
+                    copy = page.copies.get(tier)
+                    if copy is not None:
+                        self._directory.hold(page, copy)
+                        held.append((page, copy))
+                for page in pages:
+                    source = page.readable()
+                    if source is None or tier in page.copies:
+                        continue
+                    self._directory.hold(page, source)
+                    try:
+                        raised = self._placement.promote(page, tier, deadline, evict=True)
+                        if raised:
+                            self._directory.hold(page, page.copies[tier])
+                            held.append((page, page.copies[tier]))
+                    finally:
+                        self._placement.unhold(page, source)
+                    if not raised and page.readable() is not None:
+                        break
+                self._placement.drain(deadline)
+            finally:
+                for page, copy in held:
                     self._placement.unhold(page, copy)
-            self._placement.drain(deadline)
             return sum(tier in page.copies for page in pages)
 
     def attended(

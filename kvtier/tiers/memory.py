@@ -68,7 +68,8 @@ class SlotTier:
         self._free: list[int] = []
         self._taken: set[int] = set()
         self.peak_pages = 0
-        self._withheld_bytes = 0
+        #: Lent to something that is no page, see ``withhold``.
+        self.withheld_bytes = 0
         #: Set when the device had less memory than the tier was promised.
         self.shortfall: str | None = None
 
@@ -92,17 +93,17 @@ class SlotTier:
 
     @property
     def _withheld(self) -> int:
-        return -(-self._withheld_bytes // self.page_bytes)
+        return -(-self.withheld_bytes // self.page_bytes)
 
     def withheld_pages(self, nbytes: int) -> int:
         """Pages that ``withhold(nbytes)`` would take away."""
-        return -(-(self._withheld_bytes + nbytes) // self.page_bytes) - self._withheld
+        return -(-(self.withheld_bytes + nbytes) // self.page_bytes) - self._withheld
 
     def withhold(self, nbytes: int) -> None:
         """Lend ``nbytes`` of the capacity to something that is no page, or (negative) take them back. As many pages
         must be free."""
-        self._withheld_bytes += nbytes
-        assert self._withheld_bytes >= 0, "more was given back than was withheld"
+        self.withheld_bytes += nbytes
+        assert self.withheld_bytes >= 0, "more was given back than was withheld"
         assert self.free_pages >= 0, "there are pages in what is withheld"
 
     def take(self) -> Slot | None:

@@ -24,6 +24,6 @@ class Oracle(Selector):
     reads_pages: ClassVar[bool] = True
 
     def scores(self, query: Query) -> torch.Tensor:
-        shares = query.page_lse().softmax(-1)
+        shares = query.shares()
         heads, pages = shares.shape
         return shares.view(query.kv_heads, heads // query.kv_heads, pages).mean(1)

@@ -92,6 +92,12 @@ def _eager(module: torch.nn.Module) -> Callable[..., Any]:
     return function
 
 
+def _decoder(model: torch.nn.Module) -> Any:
+    """The part of a model whose attention reads the cache; not, say, the encoder of its images."""
+    inner = base_model(model)
+    return inner.get_decoder() or inner
+
+
 class Attached:
     """Has a model use this attention as long as any cache needs it, and puts its former one back then.
 
@@ -109,12 +115,14 @@ class Attached:
     )
 
     def __init__(self, model: torch.nn.Module, engine: AttentionEngine) -> None:
+        inner = _decoder(model)
+        cap = getattr(inner.config, "attn_logit_softcapping", None)
+        if cap:
+            raise UnsupportedModelError(
+                f"{type(inner).__name__} uses softcap={cap}, which only mode exact-stream supports"
+            )
         self._foresight: HiddenForesight | None = None
-        selection = engine.mode.selection
-        if selection is not None and selection.prefetch == "hidden":
-            self._foresight = engine.foresee(HiddenForesight(model))
-        self._model = weakref.ref(base_model(model))
-        inner = base_model(model)
+        self._model = weakref.ref(inner)
         count, former = self._users.get(inner, (0, inner.config._attn_implementation))
         if count == 0:
             if former not in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -130,6 +138,13 @@ class Attached:
                 )
         self._users[inner] = (count + 1, former)
         self._open = True
+        selection = engine.mode.selection
+        if selection is not None and selection.prefetch == "hidden":
+            try:
+                self._foresight = engine.foresee(HiddenForesight(model))
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -118,6 +119,9 @@ class TieredCache(Cache):
             columns=columns,
         )
         self._attached = Attached(model, self._engine) if self._engine.paged is not None else None
+        if self._attached is not None:
+            # A cache that is dropped without close leaves the model as it was, too.
+            weakref.finalize(self, self._attached.close).atexit = False
         self._sessions = [Session(store, self.identity, name=name)]
         self._pads = [0]
         #: Whether all tokens are at the positions that they have in a sequence of their own.
@@ -266,6 +270,7 @@ class TieredCache(Cache):
                 self.reset()  # some rows are cut, some are not: no state to go on from
             raise
         self._prompt = None
+        self._engine.forget()
         self._set_columns(columns)
 
     def reset(self) -> None:
@@ -279,6 +284,7 @@ class TieredCache(Cache):
         self._usual = True
         self._prompt = None
         self._guard.verified = False
+        self._engine.forget()
         self._set_columns(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -314,6 +320,11 @@ class TieredCache(Cache):
     def mode(self) -> str:
         """How decoding reads pages."""
         return self._engine.mode.text
+
+    @property
+    def pages_read(self) -> float | None:
+        """Sealed pages that a layer that selects has read in a step, the mean; ``None`` if all are read."""
+        return self._engine.pages_read
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -476,7 +487,7 @@ class TieredCache(Cache):
             ]
             # Batched matrix products round differently on other strides; single ones do not.
             self._engine.stream.contiguous = rows > 1 and self._guard.eager
-            self._engine.begin(rows_now, self._columns, feed.columns)
+            self._engine.begin(rows_now, self._columns, feed.columns, in_place=not inputs.masked)
         except BaseException:
             self._undo()
             raise
@@ -524,6 +535,7 @@ class TieredCache(Cache):
         if rows == list(range(len(self._sessions))):
             return
         self._sessions = select_rows(self._sessions, rows)
+        self._engine.rearrange(rows)
         self._pads = [self._pads[row] for row in rows]
         if self._prompt is not None:
             self._prompt = [self._prompt[row] for row in rows]

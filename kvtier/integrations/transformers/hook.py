@@ -43,12 +43,14 @@ class ForwardInputs:
         position_ids: ``[rows, columns]`` (or one row for all) or ``None`` if the model counts itself.
         opaque: the ids do not tell all that the KV depends on (embeddings, images, a mask of four
             dimensions, positions of more than two): nothing of this pass may be shared.
+        masked: a mask of another form is given: which tokens are hidden from which is the caller's choice.
     """
 
     input_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None = None
     opaque: bool = False
+    masked: bool = False
 
 
 def watch_forward(model: torch.nn.Module, cache: TieredCache) -> Callable[[], None]:
@@ -124,6 +126,7 @@ def _inputs(given: dict[str, Any]) -> ForwardInputs:
         _flat(mask),
         _flat(positions),
         opaque or any(x is not None and _flat(x) is None for x in (mask, positions)),
+        mask is not None and _flat(mask) is None,
     )
 
 
