@@ -184,8 +184,8 @@ def test_two_runs_are_exact_and_the_second_restores(
     assert first["staging_bytes"] > 0
     for tier in ("vram", "host", "disk"):
         assert first["tiers"][tier]["pages_in"] > 0
-    assert any("slower" in one["text"] for one in first["warnings"])
-    assert first["warnings"][0]["remedies"]
+    # So little KV beside the weights that fetching two thirds of it costs next to nothing.
+    assert first["warnings"] == []
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # a live view on stderr does not disturb the JSON
     second = run_demo(tmp_path, capsys, "--max-new-tokens", "6")

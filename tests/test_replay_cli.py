@@ -80,7 +80,8 @@ def test_tiers_links_and_times(small: str, capsys: pytest.CaptureFixture[str]) -
     assert cell["tiers"]["vram"]["pages"] == 8 * 2**20 // told["trace"]["block_bytes"]
     assert cell["prefix_hits"] + cell["misses"] == cell["block_refs"] == 48
     assert cell["link_bytes"]["host->disk"] == 8 * told["trace"]["block_bytes"]
-    assert 0 < cell["times"]["ttft_mean_s"] <= cell["times"]["recompute_mean_s"]
+    # Of a few pages, loading may take as long as computing.
+    assert 0 < cell["times"]["ttft_mean_s"] <= 1.05 * cell["times"]["recompute_mean_s"]
     assert told["basis"]["model"].startswith("Llama")
     assert run(small, "--vram", "8MiB", "--page-bytes", "1MiB") == 0
     assert "moved" in capsys.readouterr().out

@@ -114,8 +114,9 @@ class Predictor:
     def prefill_s(self, new: int, context: int) -> float:
         """Seconds to compute ``new`` tokens at the end of ``context``."""
         return prefill_seconds(
-            self.model, self.card, new, DEFAULTS, before=context - new, kv_dtype=self.kv_dtype
-        )
+            self.model, self.card, new, DEFAULTS,
+            before=context - new, weight_bits=self.weight_bits, kv_dtype=self.kv_dtype,
+        )  # fmt: skip
 
     def load_s(self, host_pages: int, disk_pages: int, page_bytes: int) -> float:
         """Seconds to bring pages up, one after another."""
