@@ -254,7 +254,9 @@ class Reuse(ResidencyPolicy):
         if not self.leaf_first:
             assert set(self._all) == self.pages.keys(), "the order of all has other pages"
             self._all.check()
-        assert not any(key in self.pages for key in self._ghosts), "a page here is remembered as gone"
+        assert not any(key in self.pages for key in self._ghosts), (
+            "a page here is remembered as gone"
+        )
 
     def _left(self, parent: Key) -> None:
         """A child of this page has left the tier."""
