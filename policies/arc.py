@@ -15,11 +15,12 @@ queue entry a page and a key for each page that the tier holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvtier.policies.ghosts import Ghosts
 from kvtier.policies.queue import PageQueue
-from kvtier.policy import Key, ResidencyPolicy, decode_key
+from kvtier.policy import Access, Key, ResidencyPolicy, decode_key
 
 #: No key; ``None`` could be one.
 _NOBODY = object()
@@ -39,6 +40,52 @@ class ARC(ResidencyPolicy):
         self._target = 0.0
         #: The page on its way in for which the target has moved already.
         self._adapted: object = _NOBODY
+
+    def plain_access(self, keys: Sequence[Key], capacity: int) -> Access:
+        t1, t2 = self._t1.plain(), self._t2.plain()
+        if t1 is None or t2 is None:
+            return super().plain_access(keys, capacity)
+        pages, tick, b1, b2 = self.pages, self.tick, self._b1.order, self._b2.order
+        hits = 0
+        evicted: list[Key] = []
+        for key in self.walk(keys):
+            if key in t2:
+                t2.move_to_end(key)
+                t2[key] = tick
+                hits += 1
+                continue
+            if key in t1:
+                del t1[key]
+                t2[key] = tick
+                hits += 1
+                continue
+            again = key in b2
+            if again or key in b1:
+                self._adapt(key)
+            while len(pages) >= capacity:
+                size = len(t1)
+                if not t2 or (size and (size > self._target or (again and size == self._target))):
+                    gone, _ = t1.popitem(last=False)
+                    b1[gone] = True
+                else:
+                    gone, _ = t2.popitem(last=False)
+                    b2[gone] = True
+                del pages[gone]
+                evicted.append(gone)
+            pages[key] = None
+            if again:
+                del b2[key]
+                t2[key] = tick
+            elif b1.pop(key, None):
+                t2[key] = tick
+            else:
+                t1[key] = tick
+            self._adapted = _NOBODY
+            if len(t1) + len(b1) > capacity:
+                self._b1.trim(max(0, capacity - len(t1)))
+            if len(pages) + len(b1) + len(b2) > 2 * capacity:
+                self._b2.trim(max(0, 2 * capacity - len(pages) - len(b1)))
+        return Access(hits, evicted)
 
     def on_insert(self, key: Key, beside: Key | None) -> None:
         b1, b2 = self._b1, self._b2

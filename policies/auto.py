@@ -11,12 +11,12 @@ simulations", USENIX ATC 2017; the bandit over experts is LeCaR's (HotStorage 20
   tier's pages, at least ``sample`` of them (all, if the tier has no more). A request's sampled pages are
   looked up there as a request, so only those before the first gap count as hits.
 * Hits fade with the number of uses (``memory`` tiers' worth). The policy that is followed changes when another
-  one's hits exceed its own by ``margin`` and more than chance would give, and not again before one tier's
-  worth of uses has gone by: what one policy has kept, another may give up, and pages lost that way are the
-  cost of a change.
+  one's hits exceed its own by ``margin`` and by twice the standard deviation of what requests differ in, and
+  not again before one tier's worth of uses has gone by: what one policy has kept, another may give up, and
+  pages lost that way are the cost of a change.
 
-The first policy named is followed until another has proved better. By default that is LRU, the others MQ and
-``reuse``, which differ most from it in what they assume; no fixed policy is best everywhere (docs/policies.md).
+The first policy named is followed until another has proved better. By default these are ``reuse``, which learns
+from the traffic, and LRU, which assumes the least; no fixed policy is best everywhere (docs/policies.md).
 
 Cost: the sum of its policies', twice for tiers of at most ``sample`` pages. Memory: the sum of its
 policies', and ``sample`` pages' records for each shadow, whatever the size of the tier.
@@ -36,7 +36,7 @@ from kvtier.policy import Key, Order, ResidencyPolicy, load_policy
 #: Samples are by 32 bits of the key.
 _RANGE = 1 << 32
 #: Standard deviations by which another policy must be ahead.
-SURE = 1.0
+SURE = 2.0
 #: Fewest uses over which hits are compared, and sampled pages of one request that are kept at most.
 SHORTEST, LONGEST = 4096, 65536
 
@@ -62,7 +62,7 @@ class Auto(ResidencyPolicy):
         self,
         *,
         leaf_first: bool,
-        experts: str = "reuse,lru,mq",
+        experts: str = "reuse,lru",
         sample: int = 4096,
         memory: float = 8.0,
         margin: float = 0.005,

@@ -14,15 +14,15 @@ pages in the cache; here evicted ones count, so a use that comes later than the 
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 #: Intervals of age, and the first age of each.
 INTERVALS = 44
 STARTS = [0, *(int(16 * 2 ** (i / 2)) for i in range(INTERVALS - 1))]
 #: An interval's width. The last one has no end.
-WIDTHS = [*(b - a for a, b in itertools.pairwise(STARTS)), STARTS[-1]]
+WIDTHS = [*(b - a for a, b in pairwise(STARTS)), STARTS[-1]]
 #: Hazard where nothing is known: the same in each interval, so that what was used last is worth most.
 UNKNOWN = 0.1
 

@@ -134,7 +134,8 @@ class LIRS(ResidencyPolicy):
         self._forget()
 
     def own_check(self) -> None:
-        lir, hir, stack, ghosts = map(set, (self._lir, self._hir, self._stack, self._ghosts))
+        lir, hir = set(self._lir), set(self._hir)
+        stack, ghosts = set(self._stack), set(self._ghosts)
         assert not lir & hir, "a page is of both kinds"
         assert lir | hir == self.pages.keys(), "the queues have other pages than the tier"
         assert lir <= stack, "a LIR page is not in the stack"

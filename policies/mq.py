@@ -20,12 +20,14 @@ entry and a count a page, and a key and a count for each of ``ghosts`` times as 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.policies.ghosts import Ghosts
 from kvtier.policies.queue import PageQueue
-from kvtier.policy import Key, ResidencyPolicy, decode_key, encode_key
+from kvtier.policy import Access, Key, ResidencyPolicy, decode_key, encode_key
 
 
 class MQ(ResidencyPolicy):
@@ -59,7 +61,7 @@ class MQ(ResidencyPolicy):
         self._queues = [PageQueue(self) for _ in range(queues)]
         #: Each page's uses, queue and the time at which it sinks.
         self._nodes: dict[Key, _Node] = {}
-        self._ghosts: Ghosts[tuple[int, int]] = Ghosts()
+        self._ghosts: Ghosts[_Node] = Ghosts()
         self._now = 0
         #: Distances between two uses, by number of bits; those up to ``_near`` do not count.
         self._distances = [0.0] * 64
@@ -70,6 +72,56 @@ class MQ(ResidencyPolicy):
         self._next_sink = math.inf
         self.on_resize()
 
+    def plain_access(self, keys: Sequence[Key], capacity: int) -> Access:
+        lines = [line for queue in self._queues if (line := queue.plain()) is not None]
+        if len(lines) <= self._top:
+            return super().plain_access(keys, capacity)
+        pages, nodes, tick, top = self.pages, self._nodes, self.tick, self._top
+        ghosts, distances, near = self._ghosts.order, self._distances, self._near
+        hits, now, lifetime, next_sink = 0, self._now, self._lifetime, self._next_sink
+        most_ghosts = self._most_ghosts
+        evicted: list[Key] = []
+        for key in self.walk(keys):
+            node = nodes.get(key)
+            if node is None:
+                while len(pages) >= capacity:
+                    gone, _ = next(filter(None, lines)).popitem(last=False)
+                    del pages[gone]
+                    ghosts[gone] = nodes.pop(gone)
+                    if len(ghosts) > most_ghosts:
+                        ghosts.popitem(last=False)
+                    evicted.append(gone)
+            now += 1
+            if now > next_sink:
+                self._now = now
+                self._sink(lines)
+                distances, lifetime, next_sink = self._distances, self._lifetime, self._next_sink
+            if node is not None:
+                hits += 1
+                del lines[node.level][key]
+            else:
+                pages[key] = None
+                node = ghosts.pop(key, None)
+                if node is None:
+                    # New, so in the lowest queue, from which nothing sinks.
+                    nodes[key] = _Node(1, 0, now, now + lifetime)
+                    lines[0][key] = tick
+                    continue
+                nodes[key] = node
+            distance = now - node.last
+            if distance > near:
+                distances[distance.bit_length()] += 1.0
+            node.last = now
+            node.uses = uses = node.uses + 1
+            level = uses.bit_length() - 1
+            node.level = level = level if level < top else top
+            node.expires = expires = now + lifetime
+            lines[level][key] = tick
+            if level and expires < next_sink:
+                self._next_sink = next_sink = expires
+        self._now = now
+        return Access(hits, evicted)
+
     def on_insert(self, key: Key, beside: Key | None) -> None:
         self._now = now = self._now + 1
         if now > self._next_sink:
@@ -77,9 +129,9 @@ class MQ(ResidencyPolicy):
         ghost = self._ghosts.pop(key)
         uses = 1
         if ghost is not None:
-            uses = ghost[0] + 1
-            if now - ghost[1] > self._near:
-                self._distances[(now - ghost[1]).bit_length()] += 1.0
+            uses = ghost.uses + 1
+            if now - ghost.last > self._near:
+                self._distances[(now - ghost.last).bit_length()] += 1.0
         level = min(uses.bit_length() - 1, self._top)
         expires = now + self._lifetime
         if beside is not None and (parent := self._nodes[beside]).level == level:
@@ -110,7 +162,7 @@ class MQ(ResidencyPolicy):
         node = self._nodes.pop(key)
         self._queues[node.level].discard(key)
         if evicted:
-            self._ghosts.add(key, (node.uses, node.last))
+            self._ghosts.add(key, node)
             self._ghosts.trim(self._most_ghosts)
 
     def on_release(self, key: Key) -> None:
@@ -145,11 +197,21 @@ class MQ(ResidencyPolicy):
                 for queue in self._queues
             ],
             "ghosts": [
-                [encode_key(key), self._ghosts.peek(key)] for key in self.hottest(self._ghosts)
+                [encode_key(key), node.uses, self._now - node.last]
+                for key in self.hottest(self._ghosts)
+                for node in (self._ghosts.peek(key),)
             ],
+            "distances": self._distances,
+            "lifetime": self._lifetime,
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
+        distances = [max(0.0, float(count)) for count in state["distances"]]
+        if len(distances) != len(self._distances):
+            raise ValueError(f"{len(distances)} counts of distances")
+        self._distances = distances
+        if not self._lifetimes:
+            self._lifetime = max(1.0, float(state["lifetime"]))
         for level, items in enumerate(state["queues"]):
             for name, uses in items:
                 key = decode_key(name)
@@ -162,10 +224,11 @@ class MQ(ResidencyPolicy):
                 self._queues[node.level].push(key)
                 if node.level:
                     self._next_sink = min(self._next_sink, node.expires)
-        for name, uses in state["ghosts"]:
+        for name, uses, age in state["ghosts"]:
             key = decode_key(name)
             if key not in self.pages:
-                self._ghosts.add(key, max(1, int(uses)))
+                last = self._now - max(0, int(age))
+                self._ghosts.add(key, _Node(max(1, int(uses)), 0, last, 0.0))
         self._ghosts.trim(self._most_ghosts)
 
     def own_check(self) -> None:
@@ -178,24 +241,41 @@ class MQ(ResidencyPolicy):
             "a page here is remembered as gone"
         )
 
-    def _sink(self) -> None:
-        """The coldest page of each queue sinks by one if its time is over."""
+    def _sink(self, lines: Sequence[OrderedDict[Key, int]] | None = None) -> None:
+        """The coldest page of each queue sinks by one if its time is over. ``lines`` are the queues as plain
+        orders, if they are that."""
         now, soonest = self._now, math.inf
         if now >= self._next_look and not self._lifetimes:
             self._measure()
+        nodes, queues, expires = self._nodes, self._queues, now + self._lifetime
         for level in range(1, self._top + 1):
-            queue = self._queues[level]
-            key = queue.first()
-            if key is not None and self._nodes[key].expires < now:
-                node = self._nodes[key]
-                queue.discard(key)
-                node.level, node.expires = level - 1, now + self._lifetime
-                self._queues[level - 1].push(key)
+            if lines is not None:
+                line, below = lines[level], lines[level - 1]
+                if not line:
+                    continue
+                key = next(iter(line))
+                if nodes[key].expires < now:
+                    del line[key]
+                    below[key] = self.tick
+                    nodes[key].level, nodes[key].expires = level - 1, expires
+                    if level > 1 and expires < soonest:
+                        soonest = expires
+                    if not line:
+                        continue
+                    key = next(iter(line))
+                if nodes[key].expires < soonest:
+                    soonest = nodes[key].expires
+                continue
+            first = queues[level].first()
+            if first is not None and nodes[first].expires < now:
+                queues[level].discard(first)
+                queues[level - 1].push(first)
+                nodes[first].level, nodes[first].expires = level - 1, expires
                 if level > 1:
-                    soonest = min(soonest, node.expires)
-                key = queue.first()
-            if key is not None:
-                soonest = min(soonest, self._nodes[key].expires)
+                    soonest = min(soonest, expires)
+                first = queues[level].first()
+            if first is not None:
+                soonest = min(soonest, nodes[first].expires)
         self._next_sink = soonest
 
     def _measure(self) -> None:

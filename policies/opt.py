@@ -11,17 +11,17 @@ the same time. So ``opt`` keeps prefixes whole, and for pages of equal size it i
 only hits without a gap count. For sizes that differ the exact optimum is out of reach (NP-hard); there it
 is a good heuristic, no bound.
 
-Cost: O(log n) amortised. Memory: 8 bytes for each page reference of the trace, and two entries a page.
+Cost: O(log n) amortised. Memory: 8 bytes for each page reference of the trace, and up to four entries a page.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from kvtier.errors import KvtierError
-from kvtier.policies.heap import RankedPages
 from kvtier.policy import ANONYMOUS, Access, Key, PageFacts, Request, ResidencyPolicy
 
 
@@ -35,7 +35,8 @@ class Opt(ResidencyPolicy):
 
     def __init__(self, *, leaf_first: bool) -> None:
         super().__init__(leaf_first=leaf_first)
-        self._rank = RankedPages(self)
+        #: (-next use, page), the farthest first; an entry counts while it is the page's next use.
+        self._farthest: list[tuple[int, Key]] = []
         #: Position of a page's next use in the sequence of all references -> the one after it.
         self._following = array("q")
         self._ends = array("q")
@@ -60,6 +61,7 @@ class Opt(ResidencyPolicy):
         for order, at in enumerate(last.values()):
             self._following[at] = len(self._following) + order
         self._entry, self._end = -1, 0
+        self._farthest = []
 
     def access(
         self,
@@ -83,26 +85,64 @@ class Opt(ResidencyPolicy):
         self._advance(len(pages))
         return super().access_bytes(pages, capacity_bytes, mass=mass, request=request)
 
+    def plain_access(self, keys: Sequence[Key], capacity: int) -> Access:
+        if self.pinned:
+            return super().plain_access(keys, capacity)
+        pages, following, end, places = self.pages, self._following, self._end, self._next
+        heap, push, pop, bypass = self._farthest, heapq.heappush, heapq.heappop, self.bypass
+        hits = 0
+        evicted: list[Key] = []
+        for key in self.walk(keys):
+            at = places[key]
+            while at < end:
+                at = following[at]
+            places[key] = at
+            if key in pages:
+                hits += 1
+            elif len(pages) < capacity:
+                pages[key] = None
+            else:
+                while (farthest := heap[0])[1] not in pages or places[farthest[1]] != -farthest[0]:
+                    pop(heap)
+                if bypass and at > -farthest[0]:
+                    continue
+                gone = farthest[1]
+                del pages[gone]
+                evicted.append(gone)
+                pages[key] = None
+            push(heap, (-at, key))
+        self._tidy()
+        return Access(hits, evicted)
+
     def on_insert(self, key: Key, beside: Key | None) -> None:
         self._foreseen()
-        self._rank[key] = (0.0, 0, -self._next_use(key))
+        self._next[key] = self._after_this(key)
+        self._push(key)
 
     def on_use(self, key: Key) -> None:
-        self._rank[key] = (0.0, 0, -self._next_use(key))
+        self._next[key] = self._after_this(key)
+        self._push(key)
 
     def on_remove(self, key: Key, evicted: bool) -> None:
-        del self._rank[key]
+        """Its entry counts no more, as it is not in ``pages``."""
 
     def on_release(self, key: Key) -> None:
-        self._rank.release(key)
+        self._push(key)
 
     def victim(self, incoming: Key | None = None) -> Key | None:
-        key = self._rank.first()
+        key, heap = None, self._farthest
+        while heap:
+            at, page = heap[0]
+            if page in self.pages and self._next[page] == -at and self.may_go(page):
+                key = page
+                break
+            # A page that may not go has a new entry when it may.
+            heapq.heappop(heap)
         if (
             self.bypass
             and key is not None
             and incoming is not None
-            and self._next_use(incoming) > self._next_use(key)
+            and self._after_this(incoming) > self._next[key]
         ):
             return incoming
         return key
@@ -111,19 +151,26 @@ class Opt(ResidencyPolicy):
         raise KvtierError(f"{self.name}: the future is not saved")
 
     def own_check(self) -> None:
-        assert set(self._rank) == self.pages.keys(), "other pages are ranked than are here"
-        self._rank.check()
+        entries = set(self._farthest)
+        for key in self.pages:
+            assert not self.may_go(key) or (-self._next[key], key) in entries, "a page is lost"
 
-    def _next_use(self, key: Key) -> int:
+    def _after_this(self, key: Key) -> int:
         """Position of the first use after the current request; past the end if there is none."""
-        at = self._next.get(key)
-        if at is None:
-            return 2 * len(self._following)
-        if at < self._end:
-            while at < self._end:
-                at = self._following[at]
-            self._next[key] = at
+        at = self._next.get(key, 2 * len(self._following))
+        while at < self._end:
+            at = self._following[at]
         return at
+
+    def _push(self, key: Key) -> None:
+        heapq.heappush(self._farthest, (-self._next[key], key))
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop the entries that count no more, for which the uses that left them have paid."""
+        if len(self._farthest) > 4 * len(self.pages) + 4096:
+            self._farthest = [(-self._next[key], key) for key in self.pages if self.may_go(key)]
+            heapq.heapify(self._farthest)
 
     def _advance(self, references: int) -> None:
         self._foreseen()

@@ -9,7 +9,7 @@ another policy, of which there is one a priority; so within a priority the order
 * With ``leaf_first`` a page of low priority stays as long as one of high priority follows it.
 
 Cost: that of the inner policy, and one step a priority for a victim. At most ``levels`` priorities are told
-apart, those beyond count as the nearest. Memory: about 100 bytes a page on top of the inner policy.
+apart, those beyond count as the nearest. Memory: about 150 bytes a page on top of the inner policy.
 """
 
 from __future__ import annotations

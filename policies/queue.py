@@ -18,12 +18,28 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
+from typing import Protocol
 
-from kvtier.policy import Key, ResidencyPolicy, show
+from kvtier.policy import Key, show
 
 #: (tick, position among those of the tick); smaller is colder. All aside are colder than those of the same
 #: tick that are in line.
 Place = tuple[int, int]
+
+
+class Gate(Protocol):
+    """Who knows which pages may go, and what time it is: a policy, or a part of one."""
+
+    @property
+    def pinned(self) -> set[Key]: ...
+
+    @property
+    def children(self) -> dict[Key, int]: ...
+
+    @property
+    def tick(self) -> int: ...
+
+    def may_go(self, key: Key) -> bool: ...
 
 
 class PageQueue:
@@ -35,7 +51,7 @@ class PageQueue:
 
     __slots__ = ("_aside", "_line", "_places", "_policy", "_ready", "_serial")
 
-    def __init__(self, policy: ResidencyPolicy) -> None:
+    def __init__(self, policy: Gate) -> None:
         self._policy = policy
         #: Pages in line, coldest first, each with its tick.
         self._line: OrderedDict[Key, int] = OrderedDict()
@@ -106,6 +122,13 @@ class PageQueue:
         else:
             line.update(zip(new, repeat(self._policy.tick)))
         return new, gone
+
+    def plain(self) -> OrderedDict[Key, int] | None:
+        """The pages, coldest first, each with its tick, to work on directly while a whole request is walked;
+        ``None`` if some are aside or may not go. The caller keeps to what ``push`` and ``renew`` do."""
+        if self._aside or self._policy.pinned or self._policy.children:
+            return None
+        return self._line
 
     def first(self) -> Key | None:
         """The coldest page that may go."""

@@ -4,7 +4,8 @@ Origin: J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi, "FIFO queues are all yo
 SOSP 2023. A new page enters the small queue. At its end it moves to the main queue if it was used at least
 ``promote_uses`` times since; otherwise it is evicted and its key remembered. A page that comes back while
 it is remembered enters the main queue at once. At the end of the main queue a page that was used goes round
-again, with one use less. Victims come from the small queue when that has its share of the tier, else from
+again, with one use less. Until the first page had to go, new pages also enter the main queue, once the small one
+has its share (as in the authors' code; the paper is silent). Victims come from the small queue when that has its share of the tier, else from
 the main queue. Uses are counted up to 3.
 
 Sizes that differ: the shares are counted in pages.
@@ -17,12 +18,13 @@ as many.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvtier.errors import ConfigError
 from kvtier.policies.ghosts import Ghosts
 from kvtier.policies.queue import PageQueue
-from kvtier.policy import Key, ResidencyPolicy, decode_key, encode_key
+from kvtier.policy import Access, Key, ResidencyPolicy, decode_key, encode_key
 
 #: Uses that are counted.
 MOST = 3
@@ -61,12 +63,38 @@ class S3FIFO(ResidencyPolicy):
         self._share, self._ghosts_per_page, self._promote = small, ghosts, promote_uses
         self._small, self._main = PageQueue(self), PageQueue(self)
         self._ghosts: Ghosts[bool] = Ghosts()
+        #: Whether the tier was full once.
+        self._filled = False
         #: Uses since a page came in or went round, by page.
         self._uses: dict[Key, int] = {}
 
+    def plain_access(self, keys: Sequence[Key], capacity: int) -> Access:
+        pages, uses, victim = self.pages, self._uses, self.victim
+        small, main, ghosts = self._small.plain(), self._main.plain(), self._ghosts.order
+        if small is None or main is None:
+            return super().plain_access(keys, capacity)
+        hits, tick = 0, self.tick
+        evicted: list[Key] = []
+        for key in self.walk(keys):
+            used = uses.get(key)
+            if used is not None:
+                hits += 1
+                if used < MOST:
+                    uses[key] = used + 1
+                continue
+            while len(pages) >= capacity and (gone := victim(key)) is not None:
+                del pages[gone]
+                self.on_remove(gone, True)
+                evicted.append(gone)
+            pages[key] = None
+            uses[key] = 0
+            new = ghosts.pop(key, None) is None and not self._overflows()
+            (small if new else main)[key] = tick
+        return Access(hits, evicted)
+
     def on_insert(self, key: Key, beside: Key | None) -> None:
         self._uses[key] = 0
-        if self._ghosts.pop(key) is None:
+        if self._ghosts.pop(key) is None and not self._overflows():
             self._small.push(key, beside)
         else:
             self._main.push(key, beside)
@@ -77,6 +105,7 @@ class S3FIFO(ResidencyPolicy):
             uses[key] += 1
 
     def on_remove(self, key: Key, evicted: bool) -> None:
+        self._filled = self._filled or evicted
         del self._uses[key]
         if key in self._small:
             self._small.discard(key)
@@ -116,12 +145,19 @@ class S3FIFO(ResidencyPolicy):
             main.push(key)
         return main.first() if key is None else key
 
+    def _overflows(self) -> bool:
+        """Whether a new page has no place in the small queue although there is room elsewhere."""
+        if self._filled:
+            return False
+        return len(self._small) >= self._share * (self.capacity or len(self.pages))
+
     def own_state(self) -> dict[str, Any]:
         uses = self._uses
         return {
             "small": [[encode_key(key), uses[key]] for key in self.hottest(self._small)],
             "main": [[encode_key(key), uses[key]] for key in self.hottest(self._main)],
             "ghosts": self.saved(self._ghosts),
+            "filled": self._filled,
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -132,6 +168,7 @@ class S3FIFO(ResidencyPolicy):
                     (self._small if key in self._small else self._main).discard(key)
                     queue.push(key)
                     self._uses[key] = min(MOST, max(0, int(uses)))
+        self._filled = bool(state["filled"])
         for key in map(decode_key, state["ghosts"]):
             if key not in self.pages:
                 self._ghosts.add(key, True)

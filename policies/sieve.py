@@ -43,6 +43,9 @@ class Sieve(ResidencyPolicy):
     def on_remove(self, key: Key, evicted: bool) -> None:
         self._of(key).discard(key)
         self._marked.discard(key)
+        if evicted and not self._ahead:
+            # The hand was at the new end: what comes now is not before it.
+            self._ahead, self._behind = self._behind, self._ahead
 
     def on_release(self, key: Key) -> None:
         self._of(key).release(key)

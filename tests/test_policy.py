@@ -35,6 +35,7 @@ from naive_policy import (
 
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.policies import heap, queue
+from kvtier.policies.decayed import _log2_sum
 from kvtier.policies.lru import LRU
 from kvtier.policies.mass import Mass
 from kvtier.policy import (
@@ -545,6 +546,29 @@ def test_victims_come_until_their_bytes_suffice() -> None:
         policy.remove(key, evicted=True)
         gone.append(key)
     assert gone == keys[:1:-1]
+
+
+def test_fifo_takes_no_notice_of_any_use() -> None:
+    policy = load_policy("fifo", leaf_first=False)
+    for key in "abc":
+        policy.access([key], 9)
+    policy.access(["a"], 9)
+    policy.pin("a")
+    policy.unpin("a")
+    assert drain(policy) == ["a", "b", "c"]
+
+
+def test_slru_protects_as_many_pages_as_it_says() -> None:
+    policy = load_policy("slru:protected=0.8", leaf_first=False)
+    for key in "abcdabcde":
+        policy.access([key], 5)
+    assert drain(policy) == ["e", "a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, 0.0), (3.0, 1.5), (-2.0, 4.0), (100.0, 99.0)])
+def test_decayed_sums_are_sums(a: float, b: float) -> None:
+    assert _log2_sum(a, b) == pytest.approx(math.log2(2**a + 2**b), rel=1e-12)
+    assert _log2_sum(a, -math.inf) == _log2_sum(-math.inf, a) == a
 
 
 def test_hints_of_requests() -> None:

@@ -175,7 +175,13 @@ class StoreBase:
     @staticmethod
     def _load_policies(spec: str, sizes: dict[str, int]) -> dict[str, ResidencyPolicy]:
         tiers = [tier for tier in TIERS if sizes[tier]]
-        return {tier: load_policy(spec, leaf_first=tier == tiers[-1]) for tier in tiers}
+        policies = {tier: load_policy(spec, leaf_first=tier == tiers[-1]) for tier in tiers}
+        if any(policy.replay_only for policy in policies.values()):
+            raise ConfigError(
+                f"policy {spec!r} has to know the future, so it only replays traces (kvtier replay); "
+                "choose another for a store, such as auto"
+            )
+        return policies
 
     def describe_identity(self, identity: ModelIdentity) -> None:
         """Keep what an identity stands for with its pages on disk, for ``kvtier store ls``; once."""
