@@ -57,7 +57,7 @@ from kvtier.selector import Query, Selector, load_selector
 from kvtier.store.store import TieredStore
 
 PAGE_TOKENS = 16
-BUDGETS = (0.05, 0.10, 0.25, 0.50)
+BUDGETS = (0.10, 0.25, 0.05, 0.50)
 BANDS = ((2, 10), (10, 20), (20, 30))
 PASSKEY_TOKENS = (1000, 2000, 4000)
 PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -244,7 +244,7 @@ class Plan:
     ways: tuple[str, ...] = WAYS
     budgets: tuple[float, ...] = BUDGETS
     prefill: int = 2048
-    steps: int = 32
+    steps: int = 16
     passkey_tokens: tuple[int, ...] = PASSKEY_TOKENS
     passkey_depths: tuple[float, ...] = PASSKEY_DEPTHS
     passkey_budgets: tuple[float, ...] = (0.10,)
@@ -441,7 +441,8 @@ class Bench:
             log.dense_passkey = self.passkey(lambda: "exact-stream")
             log.save()
         rows = []
-        for way, budget in itertools.product(self.plan.ways, self.plan.budgets):
+        # Budget by budget: a run that is cut short then has compared all ways at some.
+        for budget, way in itertools.product(self.plan.budgets, self.plan.ways):
             row = log.rows.get((way, budget))
             if row is None:
                 self.tell(f"{way} at {budget:.0%}")
@@ -453,6 +454,7 @@ class Bench:
                 log.save()
             rows.append(row)
             step(row)
+        rows.sort(key=lambda row: (self.plan.ways.index(row.way), row.budget))
         return Result(rows, log.dense_passkey, log.filters)
 
     def filters(self) -> str:
