@@ -19,6 +19,7 @@ have seen while the prompt was read. The first two layers read everything.
 Run: ``python bench/quality.py [--quick] [--json] [--resume FILE] [--write docs/quality.md]``. Each line of the table is
 told as soon as it is known, and with ``--resume`` kept: a second run goes on where the first one ended. The whole takes
 three quarters of an hour on two cores.
+With ``--codecs`` the codecs of the lower tiers are measured instead (see ``bench/quality_codecs.py``), in some minutes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from kvtier.attention.filters import filters_path, load_filters
 from kvtier.attention.mode import Mode, Selection
 from kvtier.demo.model import demo_text, load_demo
 from kvtier.folders import cache_folder
+from kvtier.identity import ModelIdentity
 from kvtier.integrations.transformers import TieredCache, identity_of, layout_of
 from kvtier.integrations.transformers.calibrate_filters import calibrate_filters
 from kvtier.selector import Query, Selector, load_selector
@@ -261,6 +263,15 @@ QUICK = Plan(
 )
 
 
+#: With ``--codecs``.
+CODECS = Plan(
+    budgets=(0.10,), steps=32, passkey_tokens=(1000, 2000), passkey_depths=(0.1, 0.5, 0.9)
+)
+CODECS_QUICK = Plan(
+    budgets=(), prefill=1024, steps=16, passkey_tokens=(1000,), passkey_depths=(0.3, 0.7)
+)
+
+
 @dataclass(frozen=True)
 class Result:
     """The rows, the passkeys that dense attention finds, and the filter layers used."""
@@ -360,10 +371,17 @@ class Bench:
         self._texts = found
         return found
 
-    def feed(self, ids: torch.Tensor, prefill: int, mode: Mode | str) -> torch.Tensor:
+    def feed(
+        self,
+        ids: torch.Tensor,
+        prefill: int,
+        mode: Mode | str,
+        kept: tuple[TieredStore, ModelIdentity] | None = None,
+    ) -> torch.Tensor:
         """Log-probabilities after each token from ``prefill`` on, ``[steps, vocabulary]``, with all before prefilled
-        densely."""
-        with TieredCache(self.model, self.store, identity=self.identity, mode=mode) as cache:
+        densely, or from the store and under the identity ``kept``."""
+        store, identity = kept or (self.store, self.identity)
+        with TieredCache(self.model, store, identity=identity, mode=mode) as cache:
             have = cache.load_prefix(ids[:, : prefill + 1])
             if prefill - have == 1:
                 # One token would be a step of decoding.
@@ -537,6 +555,35 @@ def markdown(result: Result, plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def codecs(plan: Plan, console: Console, *, as_json: bool) -> int:
+    """``--codecs``."""
+    # Beside this file; loaded late, for it is of no use without the option.
+    from quality_codecs import HEAD, WAY, as_data, cells, run_codecs
+
+    began = time.monotonic()
+    budgets = (None, *plan.budgets)
+    steps = len(plan.passkey_tokens) * len(plan.passkey_depths)
+    with (
+        Progress(console=console, disable=not console.is_terminal) as progress,
+        Bench(plan) as bench,
+    ):
+        task = progress.add_task("codecs", total=None)
+        bench.tell = lambda line: progress.update(task, description=line)
+        rows = run_codecs(
+            bench, lambda b: "exact-stream" if b is None else mode_of(WAY, b, ""), budgets
+        )
+    if as_json:
+        print(json.dumps({"rows": as_data(rows)}))
+        return 0
+    table = Table(title=f"codecs ({time.monotonic() - began:.0f} s)")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name == "codec" else "right")
+    for row in rows:
+        table.add_row(*cells(row, steps))
+    console.print(table)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What selection costs in quality.")
     parser.add_argument("--quick", action="store_true", help="one budget, few steps (minutes)")
@@ -547,8 +594,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--resume", metavar="FILE", type=Path, help="keep what is measured there, and go on from it"
     )
+    parser.add_argument(
+        "--codecs", action="store_true", help="what codecs of the lower tiers cost, instead"
+    )
     parser.add_argument("--ways", help=f"some of {','.join(WAYS)}")
     args = parser.parse_args(argv)
+    if args.codecs and (args.ways or args.write):
+        parser.error("--codecs has a table of its own; leave out --ways and --write")
     plan = QUICK if args.quick else Plan()
     if args.ways:
         unknown = [way for way in args.ways.split(",") if way not in WAYS]
@@ -557,6 +609,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = replace(plan, ways=tuple(args.ways.split(",")))
     warnings.simplefilter("ignore", FutureWarning)
     console = Console(stderr=args.json)
+    if args.codecs:
+        return codecs(CODECS_QUICK if args.quick else CODECS, console, as_json=args.json)
     began = time.monotonic()
     trials = len(plan.passkey_tokens) * len(plan.passkey_depths)
     log = Log(plan, args.resume)

@@ -46,6 +46,9 @@ LAYOUT_VERSION = 1
 
 LayerKind = Literal["full", "sliding", "latent", "state", "none"]
 
+#: How a tier below VRAM may keep pages (see ``kvtier.tiers.codec``).
+CodecName = Literal["none", "fp8", "int8", "int4"]
+
 
 @dataclass(frozen=True)
 class LayerLayout:

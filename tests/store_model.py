@@ -22,7 +22,7 @@ from kvtier.devices.emulated import EmulatedDevice
 from kvtier.devices.faults import Faults
 from kvtier.errors import OffloadWarning
 from kvtier.identity import ModelIdentity
-from kvtier.layout import LayerLayout, PageLayout
+from kvtier.layout import CodecName, LayerLayout, PageLayout
 from kvtier.store.store import TieredStore
 from kvtier.tiers.lmdb_file import piece_key
 from kvtier.tiers.lmdb_room import Room
@@ -78,6 +78,8 @@ class Config:
     disk_write: Literal["write_back", "write_through"] = "write_through"
     policy: str = "kvtier.policies.lru:LRU"
     payload: Payload = "inline"
+    host_codec: CodecName = "none"
+    disk_codec: CodecName = "none"
 
     @property
     def pages(self) -> dict[str, int]:
@@ -130,6 +132,8 @@ def open_store(
         path=folder if disk else None,
         policy=config.policy,
         disk_payload=config.payload,
+        host_codec=config.host_codec,
+        disk_codec=config.disk_codec,
         host_write=config.host_write,
         disk_write=config.disk_write,
         **options,

@@ -25,9 +25,10 @@ from kvtier.cli.sizing import plan_sizes
 from kvtier.cli.verify import Comparison, compare, tolerance_of
 from kvtier.errors import ConfigError
 from kvtier.layout import LayerLayout, PageLayout
+from kvtier.store.stats import TierStats
 
 LAYOUT = PageLayout([LayerLayout.attention(3, 64, "float32")] * 30, page_tokens=32)
-TIER = {
+TIER: dict[str, int] = {
     "capacity_bytes": 10,
     "used_bytes": 5,
     "peak_bytes": 7,
@@ -77,7 +78,7 @@ def report(**changes: object) -> Report:
         "cold_ttft_s": 20.5,
         "decode_tokens_per_s": 5.0,
         "flush_s": 0.1,
-        "tiers": {name: SimpleNamespace(**TIER) for name in ("vram", "host", "disk")},
+        "tiers": {name: TierStats(**TIER) for name in ("vram", "host", "disk")},
         "links": {name: SimpleNamespace(bytes=4, copies=2) for name in LINKS},
         "link_bytes_per_token": dict.fromkeys(LINKS, 2.0),
         "comparison": Comparison(True, 0.0, None, True),
@@ -419,6 +420,24 @@ def test_text_report_says_what_was_saved_and_what_was_moved() -> None:
         "and so on",
     ):
         assert words in text
+
+
+def test_a_codec_is_reported_with_its_error() -> None:
+    from rich.console import Console
+
+    coded = replace(
+        report().tiers["host"], codec="int8", pages_coded=3, worst_error=0.25, relative_error=0.005
+    )
+    console = Console(record=True, width=140)
+    one = report(tiers=report().tiers | {"host": coded})
+    one.render(console)
+    words = "host in int8: 3 pages coded, largest error 0.25, relative error 0.50%"
+    assert words in console.export_text()
+    told = json.loads(one.as_json())["tiers"]
+    assert (told["host"]["codec"], told["host"]["worst_error"]) == ("int8", 0.25)
+    assert (told["vram"]["codec"], told["vram"]["relative_error"]) == ("none", 0.0)
+    one.tiers["host"] = replace(coded, worst_error=float("inf"))
+    assert json.loads(one.as_json())["tiers"]["host"]["worst_error"] is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.layout import LayerLayout, PageLayout
-from kvtier.tiers.codec import PageCodec
+from kvtier.tiers.codec import PageCodec, alike, recode
 
 FORMATS = ("fp8", "int8", "int4")
 
@@ -116,6 +116,63 @@ def test_ranges_cover_the_page_without_overlap_and_save_room() -> None:
         )
     assert sizes["fp8"] == sizes["int8"] < 0.6
     assert sizes["int4"] < 0.4
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bytes_of_no_meaning_are_zero_both_ways(format: str) -> None:
+    layout = PageLayout([LayerLayout.attention(1, 2, "float16")] * 2, 3, True)
+    codec = PageCodec(layout, format)
+    assert sum(n for _, n in layout.ranges) < layout.page_bytes
+    pages = torch.full((1, layout.page_bytes), 60, dtype=torch.uint8)
+    first, second = (torch.full((1, codec.page_bytes), x, dtype=torch.uint8) for x in (7, 9))
+    codec.encode(pages, first)
+    codec.encode(pages, second)
+    assert torch.equal(first, second)
+    back = torch.full_like(pages, 5)
+    codec.decode(first, back)
+    gap = torch.ones(layout.page_bytes, dtype=torch.bool)
+    for at, nbytes in layout.ranges:
+        gap[at : at + nbytes] = False
+    assert not back[0, gap].any()
+
+
+def test_a_page_tells_its_own_error() -> None:
+    layout = layout_of("float16")
+    codec = PageCodec(layout, "int4")
+    pages = random_pages(layout, 3, 5)
+    coded = torch.zeros(3, codec.page_bytes, dtype=torch.uint8)
+    facts = codec.encode(pages, coded)
+    assert torch.equal(codec.facts_of(coded), facts)
+    assert torch.equal(codec.facts_of(coded[1:2]), facts[1:2])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    of=st.sampled_from([None, *FORMATS]),
+    to=st.sampled_from([None, *FORMATS]),
+)
+def test_recoding_is_decoding_and_encoding(seed: int, of: str | None, to: str | None) -> None:
+    layout = layout_of("bfloat16")
+    source, target = (PageCodec(layout, name) if name else None for name in (of, to))
+    page = random_pages(layout, 1, seed)
+    data = page.clone()
+    if source is not None:
+        data = torch.zeros(1, source.page_bytes, dtype=torch.uint8)
+        source.encode(page, data)
+        source.decode(data, page)
+    want = page.clone()
+    if target is not None:
+        want = torch.zeros(1, target.page_bytes, dtype=torch.uint8)
+        target.encode(page, want)
+    out = torch.full_like(want, 3)
+    recode(data[0], source, out[0], target)
+    if alike(source, target):
+        assert torch.equal(out, data)
+    else:
+        assert torch.equal(out, want)
+    if target is not None:
+        assert target.stats.pages == 1
 
 
 def test_what_cannot_be_coded_is_refused() -> None:

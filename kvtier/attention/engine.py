@@ -66,7 +66,7 @@ class AttentionEngine:
     def staging_bytes(self) -> int:
         """VRAM outside the tier in which planes are gathered."""
         more = self.paged.stage.nbytes if isinstance(self.paged, SelectDecode) else 0
-        return self.stream.staging.nbytes + more
+        return self.stream.nbytes + more
 
     @property
     def summary_bytes(self) -> int:

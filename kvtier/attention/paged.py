@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtier.attention.coded import decoded_table
 from kvtier.attention.tables import LeasedPages, tail_table
 from kvtier.attention.window import Row, plan_places
 from kvtier.devices.base import Buffer, Event, Range
@@ -119,7 +120,7 @@ class PagedDecode:
         if tail is not None:
             parts.append(self.partial(q, tail, plane, scale)[0])
         if pages.host_table is not None:
-            part, each = self.partial(query, pages.host_table, plane, scale)
+            part, each = self._read_host(query, pages, pages.host_table, plane, scale)
             parts.append(Partial(part.out.to(q.device), part.lse.to(q.device)))
             page_lse[:, pages.index("host", q.device)] = each.to(q.device)
         if pages.disk:
@@ -182,6 +183,14 @@ class PagedDecode:
         if known is not None and known.lease is lease:
             return known
         return LeasedPages(lease, self.layout)
+
+    def _read_host(
+        self, q: torch.Tensor, pages: LeasedPages, table: PageTable, plane: Plane, scale: float
+    ) -> tuple[Partial, torch.Tensor]:
+        if pages.host_codec is None:
+            return self.partial(q, table, plane, scale)
+        decoded = decoded_table(table, pages.host_codec, plane)
+        return self.partial(q, decoded, plane, scale, start=plane.offset)
 
     def _read_disk(
         self, q: torch.Tensor, pages: LeasedPages, plane: Plane, scale: float

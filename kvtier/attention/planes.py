@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvtier.attention.coded import CodedPlanes, Wanted
 from kvtier.attention.tables import LeasedPages
 from kvtier.devices.base import Buffer, Event, Range, Stream
 from kvtier.errors import CopyFailedError
@@ -61,12 +62,14 @@ class PlaneStage:
             if plane is not None
         )
         self.halves = (PlaneHalf(), PlaneHalf())
+        self._coded = CodedPlanes(store)
         self._turn = 0
 
     @property
     def nbytes(self) -> int:
         """VRAM in use."""
-        return sum(half.buffer.nbytes for half in self.halves if half.buffer is not None)
+        halves = sum(half.buffer.nbytes for half in self.halves if half.buffer is not None)
+        return halves + self._coded.nbytes
 
     def begin(self) -> None:
         """A new step: nothing that a half holds is of use any more."""
@@ -129,23 +132,27 @@ class PlaneStage:
                 (self.place(half, numbers[p], plane.nbytes), source)
                 for p, source in zip(disk, at, strict=True)
             ]
+        coded: list[Wanted] = []
         for p in missing:
             if p in pages.host_row:
                 slot = pages.host_slots[pages.host_row[p]]
-                parts.append(
-                    (
-                        self.place(half, numbers[p], plane.nbytes),
-                        slot.range(plane.offset, plane.nbytes),
-                    )
-                )
-        self.device.copy(stream, parts)
+                to = self.place(half, numbers[p], plane.nbytes)
+                if slot.codec is None:
+                    parts.append((to, slot.range(plane.offset, plane.nbytes)))
+                else:
+                    coded.append(Wanted(slot, [(to, 0)]))
+        try:
+            if parts:
+                self.device.copy(stream, parts)
+            self._coded.bring(stream, plane, coded)
+        finally:
+            half.ready = stream.record()
         self.store.count_streamed(sum(source.nbytes for _, source in parts), len(parts))
-        half.ready = stream.record()
         if disk:
             half.bounced = half.ready
         half.slots.update({(row, p): n for p, n in numbers.items()})
-        half.cold += [target for target, _ in parts]
-        return len(parts)
+        half.cold += [self.place(half, n, plane.nbytes) for n in numbers.values()]
+        return len(missing)
 
     def extend(self, half: PlaneHalf, row: int, places: Sequence[int]) -> list[int]:
         """Numbers of fresh planes in a half for pages that the caller copies there itself."""
@@ -170,6 +177,7 @@ class PlaneStage:
         """Free everything, once the work on it is done."""
         with contextlib.suppress(CopyFailedError):
             self.device.synchronize(self.store.timeout_s)
+        self._coded.close()
         for half in self.halves:
             for buffer in (half.buffer, half.bounce):
                 if buffer is not None:

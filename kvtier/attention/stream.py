@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvtier.attention.coded import CodedPlanes, Wanted
 from kvtier.attention.staging import Half, Staging
 from kvtier.attention.window import Piece, Place, Row, Window, WindowPlanner, plan_places
-from kvtier.devices.base import Buffer, Event, Range, Stream
+from kvtier.devices.base import Event, Range, Stream
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.kernels.gather import gather_run, scatter_tokens
 from kvtier.layout import Plane
@@ -48,6 +49,7 @@ class ExactStream:
             v_token_bytes=max(plane.v.nbytes // tokens for plane in planes),
             columns=columns,
         )
+        self._coded = CodedPlanes(store)
         self._dtypes = {
             plane.layer: (getattr(torch, plane.k.dtype), getattr(torch, plane.v.dtype))
             for plane in planes
@@ -181,7 +183,13 @@ class ExactStream:
         """Free the staging memory."""
         self._ordered.clear()
         self._shared_views.clear()
+        self._coded.close()
         self.staging.release(self.store.timeout_s)
+
+    @property
+    def nbytes(self) -> int:
+        """VRAM in use."""
+        return self.staging.nbytes + self._coded.nbytes
 
     # ------------------------------------------------------------------ inside
 
@@ -223,11 +231,14 @@ class ExactStream:
         stream.wait(compute.record())
         plane = self.layout.plane(layer)
         parts: list[tuple[Range, Range]] = []
+        coded: list[Wanted] = []
         for piece in window.host:
             assert piece.slot is not None
-            parts += self._cold(
-                half, plane, piece, piece.slot.slab, piece.slot.start + plane.offset
-            )
+            places = self._cold(half, plane, piece)
+            if piece.slot.codec is None:
+                parts += [(to, piece.slot.range(plane.offset + at, to.nbytes)) for to, at in places]
+            else:
+                coded.append(Wanted(piece.slot, places))
         if window.disk:
             size = -(-plane.nbytes // 16) * 16
             bounce = self.staging.bounce(half, len(window.disk) * size, self.store.timeout_s)
@@ -236,27 +247,32 @@ class ExactStream:
             pages = [piece.page for piece in window.disk if piece.page is not None]
             self.store.read_disk_planes(pages, layer, outs)
             for piece, place in zip(window.disk, at, strict=True):
-                parts += self._cold(half, plane, piece, bounce, place.start)
-        half.cold = [target for target, _ in parts]
-        self.device.copy(stream, parts)
+                parts += [
+                    (to, Range(bounce, place.start + at, place.start + at + to.nbytes))
+                    for to, at in self._cold(half, plane, piece)
+                ]
+        half.cold = [to for to, _ in parts] + [to for each in coded for to, _ in each.parts]
+        try:
+            if parts:
+                self.device.copy(stream, parts)
+            self._coded.bring(stream, plane, coded)
+        finally:
+            half.ready = stream.record()
         self.store.count_streamed(sum(source.nbytes for _, source in parts), len(parts))
-        half.ready = stream.record()
         if window.disk:
             half.bounced = half.ready
 
-    def _cold(
-        self, half: Half, plane: Plane, piece: Piece, source: Buffer, start: int
-    ) -> list[tuple[Range, Range]]:
-        """The copies of a piece's K and V, of which ``start`` is the first byte of the page's plane in ``source``."""
-        copies = []
+    def _cold(self, half: Half, plane: Plane, piece: Piece) -> list[tuple[Range, int]]:
+        """Where a piece's K and V go, and where they begin in the page's plane."""
+        places = []
         for side, part in enumerate((plane.k, plane.v)):
             token = part.nbytes // self.layout.page_tokens
             if token:
                 to = self.staging.start(side, token, piece.row, piece.column)
-                at = start + side * plane.k.nbytes + piece.first * token
+                at = side * plane.k.nbytes + piece.first * token
                 nbytes = (piece.last - piece.first) * token
-                copies.append((Range(half.buffer, to, to + nbytes), Range(source, at, at + nbytes)))
-        return copies
+                places.append((Range(half.buffer, to, to + nbytes), at))
+        return places
 
     def _filled(self, plane: Plane, half: Half, seen: int) -> list[Range]:
         """The first ``seen`` columns of all rows in a half, and what may be copied behind them: K and V."""

@@ -225,7 +225,9 @@ class SummaryIndex:
                     assert bounce is not None
                     up.append((to, bounce.range(places[n], places[n] + self._page_bytes)))
                 else:
-                    source = copy.slot.range(self._first, self._page_bytes)
+                    codec = copy.slot.codec
+                    first = self._first if codec is None else codec.summary_offset
+                    source = copy.slot.range(first, self._page_bytes)
                     (across if copy.tier == "vram" else up).append((to, source))
             for parts in (up, across):
                 if parts:

@@ -24,6 +24,7 @@ class LeasedPages:
         disk: (place, page) of those on disk only.
         ranges: the pages in VRAM, for a device to check; neighbours as one.
         host_slots: of the pages in host memory; ``host_ranges`` as ``ranges``.
+        host_codec: how those are coded, all alike; their table then is of coded pages.
     """
 
     def __init__(self, lease: Lease, layout: PageLayout) -> None:
@@ -43,6 +44,7 @@ class LeasedPages:
                 self.host.append(place)
                 self.host_slots.append(copy.slot)
         self.hot_table = table_of(hot_slots, layout)
+        self.host_codec = self.host_slots[0].codec if self.host_slots else None
         self.host_table = table_of(self.host_slots, layout)
         self.ranges = merged(hot_slots)
         self.host_ranges = merged(self.host_slots)
@@ -86,7 +88,7 @@ def table_of(
     return PageTable(
         [slab.raw() for slab in slabs.values()],
         [(number[id(slot.slab)], slot.start) for slot in slots],
-        page_bytes=layout.page_bytes,
+        page_bytes=slots[0].nbytes,
         page_tokens=layout.page_tokens,
         tokens=tokens,
     )

@@ -6,11 +6,12 @@ import argparse
 import difflib
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from kvtier.errors import ConfigError
+from kvtier.layout import CodecName
 from kvtier.units import parse_size
 
 DEMO_STORE = Path("kvtier-demo")
@@ -38,6 +39,10 @@ select:NAME,budget=B reads a part of the pages at each step and may change what 
 quest, arkbox, omnikv, window or oracle, B is 10%, 64pages, 2048tokens or 512MiB. See
 docs/attention.md for its other options.
 
+--host-codec and --disk-codec keep pages in fewer bits, and not bit for bit: results may change, and
+depend on which pages have been in that tier. The error is measured page by page and printed. Such
+pages are never mixed with exact ones. --verify cannot hold with them; --demo leaves it out then.
+
 exit status: 0 done, 1 failed or --verify found a difference, 2 wrong options, 130 interrupted.
 """
 
@@ -62,6 +67,14 @@ class RunOptions:
     device: str
     verify: bool
     json: bool
+    host_codec: CodecName = "none"
+    disk_codec: CodecName = "none"
+
+    @property
+    def lossy(self) -> str:
+        """The options that keep pages in fewer bits, as they were given; empty if there are none."""
+        given = (("--host-codec", self.host_codec), ("--disk-codec", self.disk_codec))
+        return " ".join(f"{name} {codec}" for name, codec in given if codec != "none")
 
 
 class Parser(argparse.ArgumentParser):
@@ -135,6 +148,13 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         help=f"directory of the disk tier (--demo: ./{DEMO_STORE})",
     )
+    for tier in ("host", "disk"):
+        tiers.add_argument(
+            f"--{tier}-codec",
+            metavar="C",
+            default="none",
+            help=f"how the {tier} tier keeps pages: {', '.join(get_args(CodecName))} (default: none)",
+        )
     tiers.add_argument(
         "--policy",
         metavar="P",
@@ -220,7 +240,17 @@ def run_options(args: argparse.Namespace) -> RunOptions:
             f"--verify compares with attention over all pages, and --mode {mode} leaves some out; use "
             "exact-stream or exact-split, or leave --verify out"
         )
-    return RunOptions(
+    for tier in ("host", "disk"):
+        codec = getattr(args, f"{tier}_codec")
+        if codec not in get_args(CodecName):
+            raise ConfigError(
+                f"--{tier}-codec is {codec!r}; use one of {', '.join(get_args(CodecName))}"
+            )
+        if codec != "none" and sizes[tier] == 0:
+            raise ConfigError(
+                f"--{tier}-codec is {codec} with --{tier} 0, which is no tier; leave one out"
+            )
+    options = RunOptions(
         demo=args.demo,
         model=args.model,
         prompt_file=args.prompt_file,
@@ -232,10 +262,17 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         policy=args.policy,
         mode=mode,
         device=args.device,
-        verify=args.verify or (args.demo and not selects),
+        verify=args.verify,
         json=args.json,
+        host_codec=args.host_codec,
+        disk_codec=args.disk_codec,
         **sizes,
     )
+    if options.lossy and options.verify:
+        raise ConfigError(
+            f"--verify demands equal bits, which {options.lossy} does not keep; leave one out"
+        )
+    return replace(options, verify=args.verify or (args.demo and not options.lossy and not selects))
 
 
 def reject_unknown(extras: list[str], known: list[str], command: str) -> None:

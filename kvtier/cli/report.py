@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,13 @@ class Report:
                         "pages_in",
                         "pages_out",
                         "hits",
+                        "codec",
+                        "pages_coded",
                     )
+                }
+                | {
+                    key: getattr(tier, key) if math.isfinite(getattr(tier, key)) else None
+                    for key in ("worst_error", "relative_error")
                 }
                 for name, tier in self.tiers.items()
             },
@@ -162,6 +169,14 @@ class Report:
                 f"mode {self.mode}: a layer that selects read {self.pages_read:.1f} of {total:,} pages a step; "
                 f"summaries take {format_size(self.summary_bytes)} of the VRAM tier"
             )
+        for name, tier in self.tiers.items():
+            if tier.pages_coded:
+                say(
+                    f"{name} in {tier.codec}: {tier.pages_coded:,} pages coded, largest error "
+                    f"{tier.worst_error:.3g}, relative error {tier.relative_error:.2%}"
+                )
+            elif tier.codec != "none":
+                say(f"{name} in {tier.codec}: no page coded in this run")
         say(f"offloading: {moved_words(self.link_bytes_per_token)}")
         if self.measured is not None:
             on = self.measured

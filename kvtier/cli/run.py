@@ -113,6 +113,8 @@ class _Job:
                     disk=plan.disk,
                     path=options.store,
                     policy=options.policy,
+                    host_codec=options.host_codec,
+                    disk_codec=options.disk_codec,
                     expect=expected,
                 )
             )

@@ -297,6 +297,7 @@ def _export(options: StoreOptions, console: Console) -> int:
     assert options.file is not None
     tokens = _tokens(options.tokens) if options.tokens is not None else None
     with _reading(options.path) as reader:
+        _require_exact(reader)
         chain = sequence_to(reader.records(), Contents.read(reader, 0).find(options))
         digest = chain[-1].identity
         identity = reader.identities().get(digest) or {"digest": digest.hex()}
@@ -319,6 +320,14 @@ def _export(options: StoreOptions, console: Console) -> int:
         f"{len(chain):,} pages of {layout.page_tokens} tokens in {options.file}, {format_size(nbytes)}"
     )
     return 0
+
+
+def _require_exact(pages: DiskReader | DiskTier) -> None:
+    codec = dict(pages.info.layout_info or {}).get("codec")
+    if codec is not None:
+        raise ConfigError(
+            f"the store keeps pages in {codec}; session files have exact ones, so use a store without a codec"
+        )
 
 
 def _layout_info(reader: DiskReader) -> dict[str, Any]:
@@ -345,6 +354,7 @@ def _import(options: StoreOptions, console: Console) -> int:
 
     assert options.file is not None
     with _writing(options.path) as tier:
+        _require_exact(tier)
         with _bar(console, "import", "pages") as advance:
             done = asyncio.run(
                 import_session(

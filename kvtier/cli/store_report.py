@@ -240,6 +240,7 @@ def stats_of(reader: DiskReader, path: Path) -> dict[str, Any]:
         "page_tokens": layout.get("page_tokens"),
         "layers": len(layout["layers"]) if "layers" in layout else None,
         "layout": info.layout_digest.hex(),
+        "codec": layout.get("codec", "none"),
         "limit_bytes": info.capacity_bytes,
         "on_disk_bytes": sum(512 * file.st_blocks for file in files),
         "files": len(files),

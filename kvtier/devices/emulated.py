@@ -276,7 +276,7 @@ class EmulatedDevice(Device):
             operation = self._operation(
                 queue, "kernel", name, self._ranges(reads), self._ranges(writes)
             )
-            self._refuse_damaged(operation)
+            self._refuse_later(queue, operation)
             self._time.order(operation)
             if self.has_payload:
                 operation.action = partial(self._run, kernel)
@@ -296,10 +296,11 @@ class EmulatedDevice(Device):
         ``flops`` at the card's peak (left out where the table has none), both at full size scaled
         like the device. Declares and checks ranges as ``launch``."""
         with self._entered():
+            queue = self._own(stream)
             operation = self._operation(
-                self._own(stream), "kernel", name, self._ranges(reads), self._ranges(writes)
+                queue, "kernel", name, self._ranges(reads), self._ranges(writes)
             )
-            self._refuse_damaged(operation)
+            self._refuse_later(queue, operation)
             self._time.order(operation)
             seconds = self._costs.compute_s(nbytes, flops)
             self._time.submit(operation, "vram", seconds, self.link.submit_s)
@@ -419,6 +420,12 @@ class EmulatedDevice(Device):
 
     def _refuse_damaged(self, operation: Operation) -> None:
         refuse_damaged(operation, self._time.host if self._check_races else None)
+
+    def _refuse_later(self, queue: EmulatedStream, operation: Operation) -> None:
+        """The same for an operation that is queued: what is before it may still put the bytes right."""
+        if any(buffer.damage.find(start, stop) for buffer, start, stop in operation.reads):
+            self._time.finish(queue)
+        self._refuse_damaged(operation)
 
     def _spans(self, ranges: Sequence[tuple[Buffer, int, int]]) -> list[Span]:
         return [(self._heap.mine(buffer), start, stop) for buffer, start, stop in spans(ranges)]

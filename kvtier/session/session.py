@@ -38,7 +38,7 @@ class Session:
             priority, time to live.
 
     Raises:
-        IdentityError: the identity belongs to another layout or page size.
+        IdentityError: the identity belongs to another layout, page size or codec.
     """
 
     def __init__(
@@ -53,6 +53,12 @@ class Session:
         if identity.layout_digest != store.layout.digest:
             raise IdentityError(
                 "the identity belongs to another page layout than the store; build both from one model"
+            )
+        if identity.kv_quantisation != store.kv_quantisation:
+            raise IdentityError(
+                f"the identity is of pages kept {identity.kv_quantisation or 'exactly'}, the store keeps them "
+                f"{store.kv_quantisation or 'exactly'}; give the identity "
+                "kv_quantisation=store.kv_quantisation"
             )
         if expect is not None:
             store.foresee(expect, stacklevel=2)

@@ -27,9 +27,10 @@ from kvtier.errors import (
     TierFullError,
 )
 from kvtier.identity import ModelIdentity
-from kvtier.layout import PageLayout
+from kvtier.layout import CodecName, PageLayout
 from kvtier.mover import deadline_after
 from kvtier.policy import ResidencyPolicy, load_policy
+from kvtier.store.codecs import StoreCodecs
 from kvtier.store.directory import Directory
 from kvtier.store.foresight import Foresight
 from kvtier.store.hints import evict_by, restore_policies, save_policies
@@ -66,6 +67,8 @@ class StoreBase:
         disk_write: WriteMode = "write_through",
         durability: Literal["durable", "relaxed"] = "durable",
         disk_payload: Literal["slab", "inline"] | None = None,
+        host_codec: CodecName = "none",
+        disk_codec: CodecName = "none",
         timeout_s: float = 30.0,
         check: bool = False,
         expect: Expected | None = None,
@@ -80,11 +83,13 @@ class StoreBase:
             "host": parse_size(host, "host"),
             "disk": parse_size(disk, "disk"),
         }
+        codecs = StoreCodecs(layout, {"host": host_codec, "disk": disk_codec}, sizes)
         for tier in ("vram", "host"):
-            if (sizes[tier] or tier == "vram") and sizes[tier] < layout.page_bytes:
+            page_bytes = codecs.page_bytes(tier)
+            if (sizes[tier] or tier == "vram") and sizes[tier] < page_bytes:
                 raise ConfigError(
                     f"{tier} is {sizes[tier]} bytes, but one page of {layout.page_tokens} tokens takes "
-                    f"{layout.page_bytes} bytes ({format_size(layout.page_bytes)}); give at least that"
+                    f"{page_bytes} bytes ({format_size(page_bytes)}); give at least that"
                 )
         if sizes["disk"] and path is None:
             raise ConfigError(
@@ -100,6 +105,8 @@ class StoreBase:
         self._owns_device = isinstance(device, str)
         policies = self._load_policies(policy, sizes)
         self.device: Device = open_device(device) if isinstance(device, str) else device
+        if codecs and self.device.torch_device.type == "meta":
+            raise ConfigError("a codec needs a device that has bytes; this one only counts them")
         self._foresight = Foresight(layout, self.device, sizes)
         if expect is not None:
             # Nothing is allocated yet: a warning that is an error leaves nothing behind.
@@ -115,19 +122,22 @@ class StoreBase:
                 tier,
                 alloc=alloc,
                 free=self.device.free,
-                page_bytes=layout.page_bytes,
+                page_bytes=codecs.page_bytes(tier),
                 capacity_bytes=sizes[tier],
+                codec=codecs.of(tier),
             )
             for tier, alloc in (("vram", self.device.alloc), ("host", self.device.alloc_host))
             if tier in policies
         }
+        bounce_bytes = max(layout.page_bytes, codecs.page_bytes("disk"))
         bounce = SlotTier(
             "bounce",
             alloc=self.device.alloc_host,
             free=self.device.free,
-            page_bytes=layout.page_bytes,
-            capacity_bytes=max(4, min(64, BOUNCE_BYTES // layout.page_bytes)) * layout.page_bytes,
+            page_bytes=bounce_bytes,
+            capacity_bytes=max(4, min(64, BOUNCE_BYTES // bounce_bytes)) * bounce_bytes,
         )
+        self._codecs = codecs
         #: layer -> number of its plane, in page order.
         self.plane_numbers = {
             p.layer: n for n, p in enumerate(p for p in layout.planes if p is not None)
@@ -141,24 +151,30 @@ class StoreBase:
         self._described: set[bytes] = set()
         self._closed = False
         disk_tier: DiskTier | None = None
+        placement: Placement | None = None
         try:
             if "disk" in policies:
                 assert path is not None
                 disk_tier = DiskTier(
                     path,
-                    layout_digest=layout.digest,
-                    page_bytes=layout.page_bytes,
-                    plane_ranges=layout.ranges,
+                    **codecs.folder(),
                     capacity_bytes=sizes["disk"],
                     payload=disk_payload,
                     durability=durability,
                     timeout_s=timeout_s,
-                    layout_info=layout.describe(),
                     evict=evict_by(policy),
                 )
-            self._placement = Placement(
-                self.device, self._directory, slots, disk_tier, bounce, self._park
+            placement = Placement(
+                self.device,
+                self._directory,
+                slots,
+                disk_tier,
+                bounce,
+                codecs.of("disk"),
+                self._park,
             )
+            self._placement = placement
+            placement.mover.prepare(codecs.all())
             if disk_tier is not None:
                 self._register_disk(disk_tier)
             self._set_up_policies(disk_tier)
@@ -168,9 +184,17 @@ class StoreBase:
         except BaseException:
             if disk_tier is not None:
                 disk_tier.close()
+            if placement is not None:
+                placement.mover.close()
             if self._owns_device:
                 self.device.close()
             raise
+
+    @property
+    def kv_quantisation(self) -> str:
+        """What ``ModelIdentity.kv_quantisation`` must be for pages of this store: empty if all tiers keep them as they
+        are, else how each one that does not codes them."""
+        return self._codecs.text
 
     @staticmethod
     def _load_policies(spec: str, sizes: dict[str, int]) -> dict[str, ResidencyPolicy]:
@@ -246,7 +270,7 @@ class StoreBase:
         Raises:
             PageLostError: a record turned out to be damaged.
         """
-        self._read_disk_part(pages, self.plane_numbers[layer], outs)
+        self._read_disk_part(pages, self.plane_numbers[layer], outs, layer)
 
     def read_disk_summaries(self, pages: list[Page], outs: list[np.ndarray]) -> None:
         """The summaries of leased pages on disk, checked, into ``outs`` (uint8, ``layout.summary_range`` bytes each).
@@ -256,9 +280,11 @@ class StoreBase:
         """
         self._read_disk_part(pages, len(self.plane_numbers), outs)
 
-    def _read_disk_part(self, pages: list[Page], number: int, outs: list[np.ndarray]) -> None:
+    def _read_disk_part(
+        self, pages: list[Page], number: int, outs: list[np.ndarray], layer: int | None = None
+    ) -> None:
         with self._locked(None):
-            good = self._placement.read_planes(pages, number, outs)
+            good = self._placement.read_planes(pages, number, outs, layer)
             if not all(good):
                 raise PageLostError(
                     f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again"
@@ -404,6 +430,7 @@ class StoreBase:
                     used_bytes=used,
                     peak_bytes=peak,
                     pages=self._directory.counts[tier],
+                    **self._codecs.stats(tier),
                 )
             owners = {owner for page in self._directory.pages.values() for owner in page.owners}
             return replace(
@@ -470,6 +497,7 @@ class StoreBase:
             if ended:
                 for slots in (*self._placement.slots.values(), self._placement.bounce):
                     slots.close()
+                self._placement.mover.close()
             if self._owns_device:
                 self.device.close()
         self._placement.speak()

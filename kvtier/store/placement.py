@@ -20,6 +20,8 @@ from kvtier.errors import CopyFailedError, PageLostError
 from kvtier.mover import events, order_behind, remaining, write_host
 from kvtier.store.page import TIERS, Copy, Page
 from kvtier.store.room import Room
+from kvtier.tiers.aligned import aligned_buffer
+from kvtier.tiers.codec import PageCodec, alike, recode
 from kvtier.tiers.memory import Slot
 
 
@@ -57,7 +59,7 @@ class Placement(Room):
         with contextlib.ExitStack() as undo:
             bounce: Slot | None = None
             if tier == "vram":
-                bounce = self.bounce_slot(deadline)
+                bounce = self.bounce_slot(deadline, self.disk_codec)
                 undo.callback(self.bounce.give, bounce)
             slot = slots.take()
             if slot is None:
@@ -93,7 +95,7 @@ class Placement(Room):
         Raises:
             DiskError: the system refuses to read; the page may still be good.
         """
-        slot = self.bounce_slot(deadline)
+        slot = self.bounce_slot(deadline, self.disk_codec)
         try:
             return self._read_disk(page, slot, deadline)
         finally:
@@ -132,9 +134,24 @@ class Placement(Room):
 
     def _read_disk(self, page: Page, slot: Slot, deadline: float) -> bool:
         at = write_host(self.device, slot, deadline)
-        return self._read_record(page, self.device.host(at, write=True).numpy())
+        return self._read_page(page, self.device.host(at, write=True).numpy(), slot.codec)
+
+    def _read_page(self, page: Page, out: np.ndarray, codec: PageCodec | None) -> bool:
+        """A page on disk into ``out``, coded by ``codec``."""
+        of = self.disk_codec
+        if alike(codec, of):
+            good = self._read_record(page, out)
+            if good and codec is not None and codec is not of:
+                codec.note(codec.facts_of(torch.from_numpy(out)[None]))
+            return good
+        found = aligned_buffer(self.disk_page_bytes)
+        good = self._read_record(page, found)
+        if good:
+            recode(torch.from_numpy(found), of, torch.from_numpy(out), codec)
+        return good
 
     def _read_record(self, page: Page, out: np.ndarray) -> bool:
+        """A page on disk into ``out``, as it is there."""
         assert self.disk is not None
         began = time.monotonic()
         good = self.disk.read(page.key, out)
@@ -167,9 +184,10 @@ class Placement(Room):
 
     def _read_copy(self, page: Page, copy: Copy, out: np.ndarray, deadline: float) -> bool:
         if copy.slot is None:
-            return self._read_record(page, out)
+            return self._read_page(page, out, None)
         if copy.tier == "host":
-            np.copyto(out, self.device.host(copy.slot.range()).numpy())
+            found = self.device.host(copy.slot.range())
+            recode(found, copy.slot.codec, torch.from_numpy(out), None)
             return True
         bounce = self.bounce_slot(deadline)
         outcome: list[CopyFailedError | None] = []
@@ -177,28 +195,38 @@ class Placement(Room):
         def finished(error: CopyFailedError | None) -> None:
             # Read here: after a missed deadline nobody waits, and the slot is free all the same.
             if error is None:
-                np.copyto(found, self.device.host(bounce.range()).numpy())
+                np.copyto(data, self.device.host(bounce.range()).numpy())
             self.bounce.give(bounce)
             outcome.append(error)
 
-        found = np.empty_like(out)
+        data = np.empty_like(out)
         transfer = self.mover.down(copy.slot, bounce, copy.written, finished)
         copy.was_read(transfer.event)
         while not outcome:
             self.progress(deadline)
         if outcome[0] is not None:
             return False
-        np.copyto(out, found)
+        np.copyto(out, data)
         return True
 
-    def read_planes(self, pages: list[Page], plane: int, outs: list[np.ndarray]) -> list[bool]:
-        """One plane of each of several pages on disk, checked."""
+    def read_planes(
+        self, pages: list[Page], plane: int, outs: list[np.ndarray], layer: int | None = None
+    ) -> list[bool]:
+        """One plane of each of several pages on disk, checked, decoded as that of ``layer``; None: what is not coded."""
         assert self.disk is not None
-        results = self.disk.read_planes([page.key for page in pages], plane, outs)
+        codec = None if layer is None else self.disk_codec
+        found = outs
+        if codec is not None and layer is not None:
+            coded = np.empty((len(pages), codec.plane(layer).nbytes), np.uint8)
+            found = list(coded)
+        results = self.disk.read_planes([page.key for page in pages], plane, found)
         link = self.mover.links["disk->host"]
-        for page, out, good in zip(pages, outs, results, strict=True):
+        for page, data, out, good in zip(pages, found, outs, results, strict=True):
             if good:
-                link.add(len(out))
+                link.add(len(data))
+                if codec is not None and layer is not None:
+                    raw = torch.from_numpy(out)[None]
+                    codec.decode_planes(layer, torch.from_numpy(data)[None], raw)
             else:
                 self.damaged += 1
                 self.lose(page, "disk")
@@ -217,11 +245,14 @@ class Placement(Room):
         compute = self.device.compute_stream()
         bounce: Slot | None = None
         source = copy.slot
-        if source is None:
+        if source is None or source.codec is not None:
             source = bounce = self.bounce_slot(deadline)
         event: Event | None = None
         try:
-            if bounce is not None and not self._read_disk(page, bounce, deadline):
+            if bounce is not None and copy.slot is not None:
+                at = self.device.host(write_host(self.device, bounce, deadline), write=True)
+                recode(self.device.host(copy.slot.range()), copy.slot.codec, at, None)
+            elif bounce is not None and not self._read_disk(page, bounce, deadline):
                 raise PageLostError(
                     "a page of the sequence is damaged on disk and was removed; compute it again"
                 )

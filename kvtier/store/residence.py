@@ -12,6 +12,7 @@ from kvtier.mover import Mover, events
 from kvtier.store.directory import Directory
 from kvtier.store.page import TIERS, Copy, Page
 from kvtier.store.thrash import ThrashGuard
+from kvtier.tiers.codec import PageCodec
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.memory import SlotTier
 
@@ -23,7 +24,8 @@ class Residence:
         slots: the slot tiers that exist, ``vram`` and ``host``.
         disk: the disk tier or ``None``.
         bounce: host slots through which pages pass between VRAM and disk without a place in the
-            host tier.
+            host tier. Each is as large as a page and as a coded page.
+        disk_codec: how pages on disk are coded; those in host memory are as ``slots`` say.
         park: asks idle sessions to give up the leases they keep between steps; returns whether one
             did.
     """
@@ -35,6 +37,7 @@ class Residence:
         slots: dict[str, SlotTier],
         disk: DiskTier | None,
         bounce: SlotTier,
+        disk_codec: PageCodec | None,
         park: Callable[[], bool],
     ) -> None:
         self.device = device
@@ -42,6 +45,9 @@ class Residence:
         self.slots = slots
         self.disk = disk
         self.bounce = bounce
+        self.disk_codec = disk_codec
+        #: Bytes of a page on disk.
+        self.disk_page_bytes = disk_codec.page_bytes if disk_codec else directory.page_bytes
         self.mover = Mover(device)
         #: Index of each unsealed VRAM slot -> who writes to it.
         self.tails: dict[int, str] = {}
@@ -54,7 +60,7 @@ class Residence:
         self.disk_bytes = 0
         self.disk_peak_bytes = 0
         #: What one page is charged with on disk.
-        self.stored_bytes = disk.stored_bytes_of(directory.page_bytes) if disk is not None else 0
+        self.stored_bytes = disk.stored_bytes_of(self.disk_page_bytes) if disk is not None else 0
         self._park = park
         self._leaving: Counter[str] = Counter()
         #: Pages to drop as soon as nothing below them is held.

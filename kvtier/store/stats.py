@@ -11,7 +11,9 @@ from kvtier.mover import LinkStats
 @dataclass(slots=True)
 class TierStats:
     """One tier. ``pages_in``/``pages_out`` count pages that came and went; ``hits`` pages found here by a
-    lookup, in the fastest tier that had them."""
+    lookup, in the fastest tier that had them. ``codec`` is how it keeps pages, ``pages_coded`` how many it has been given
+    so, ``worst_error`` the largest absolute error of any value in them, ``relative_error`` the root of the mean squared
+    error over that of the mean squared value."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
@@ -20,6 +22,10 @@ class TierStats:
     pages_in: int = 0
     pages_out: int = 0
     hits: int = 0
+    codec: str = "none"
+    pages_coded: int = 0
+    worst_error: float = 0.0
+    relative_error: float = 0.0
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from kvtier.store.hints import stamped
 from kvtier.store.lease import Lease
 from kvtier.store.page import Copy, Page
 from kvtier.store.sessions import SessionPages
+from kvtier.tiers.codec import recode
 from kvtier.tiers.record import KEY_MAX
 
 
@@ -34,13 +35,17 @@ class TieredStore(SessionPages):
             as its write is acknowledged; ``write_back`` writes it on eviction, ``flush`` or ``close``.
         durability: ``durable`` or ``relaxed``; see ``kvtier.tiers.disk``.
         disk_payload: ``slab`` or ``inline``, where pages on disk are kept; see ``kvtier.tiers.disk``.
+        host_codec, disk_codec: ``none``, or ``fp8``, ``int8`` or ``int4``: keep pages in that tier in fewer bits, and not
+            bit for bit. What has once been in that tier, and only that, comes back changed (see ``docs/codecs.md``). The
+            identities of such pages differ from those of exact ones.
         timeout_s: deadline of every call that does not get its own.
         check: recount all books after every operation (slow; for tests and debugging).
         expect: what the store will be used for. If its tiers make that slow, an OffloadWarning says so before
             anything is allocated (see ``foresee``).
 
     Raises:
-        ConfigError: sizes that hold no page, a disk without a folder, unknown policy or mode.
+        ConfigError: sizes that hold no page, a disk without a folder, unknown policy, mode or codec, a folder whose
+            pages are of another layout or codec.
         DiskError: the folder cannot be opened.
     """
 
@@ -118,7 +123,7 @@ class TieredStore(SessionPages):
         try:
             if tier == "host":
                 at = write_host(self.device, slot, deadline)
-                self.device.host(at, write=True).copy_(data)
+                recode(data, None, self.device.host(at, write=True), slot.codec)
             else:
                 self._placement.upload(data, slot, deadline)
         except BaseException:

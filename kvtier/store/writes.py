@@ -3,6 +3,9 @@
 A page is written in three steps: its bytes reach host memory (they are there, or pass through a
 bounce slot), the disk tier queues them, the disk acknowledges. Writes are queued in the order in
 which they began, so a prefix is never behind its suffix.
+
+Where the disk codes its pages, those from VRAM are coded on the device on their way down. Those that
+are in host memory only are coded here, by the CPU, if host memory has them otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+import numpy as np
+import torch
 
 from kvtier.devices.base import Device
 from kvtier.errors import (
@@ -26,6 +32,7 @@ from kvtier.mover import remaining
 from kvtier.store.directory import Directory
 from kvtier.store.page import Copy, Page
 from kvtier.store.residence import Residence
+from kvtier.tiers.codec import PageCodec, alike, recode
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.memory import Slot, SlotTier
 
@@ -40,6 +47,7 @@ class Write:
         release: lets go of that memory.
         above: the disk copy of its prefix, held until the write has ended.
         copied: the bytes are in ``slot``.
+        data: they, as the disk wants them, once it has been asked to take them.
         asked, began: when it was begun, and handed to the disk tier (``time.monotonic``).
     """
 
@@ -51,6 +59,7 @@ class Write:
     copied: bool
     asked: float = field(default_factory=time.monotonic)
     began: float = 0.0
+    data: np.ndarray | None = None
 
 
 class Writes(Residence):
@@ -63,9 +72,10 @@ class Writes(Residence):
         slots: dict[str, SlotTier],
         disk: DiskTier | None,
         bounce: SlotTier,
+        disk_codec: PageCodec | None,
         park: Callable[[], bool],
     ) -> None:
-        super().__init__(device, directory, slots, disk, bounce, park)
+        super().__init__(device, directory, slots, disk, bounce, disk_codec, park)
         self._writes: deque[Write] = deque()
         self._acks: queue.SimpleQueue[tuple[Future[None], Write]] = queue.SimpleQueue()
         self._unacknowledged = 0
@@ -114,8 +124,8 @@ class Writes(Residence):
             remaining(deadline, "copies between tiers")
             self.progress(deadline)
 
-    def bounce_slot(self, deadline: float) -> Slot:
-        """A bounce slot, contents undefined. Other copies may end meanwhile.
+    def bounce_slot(self, deadline: float, codec: PageCodec | None = None) -> Slot:
+        """A bounce slot for a page coded by ``codec``, contents undefined. Other copies may end meanwhile.
 
         Raises:
             TierFullError: all are taken, and nothing is under way that would free one.
@@ -124,6 +134,8 @@ class Writes(Residence):
         while True:
             slot = self.bounce.take()
             if slot is not None:
+                slot.codec = codec
+                slot.nbytes = self.directory.page_bytes if codec is None else codec.page_bytes
                 return slot
             if not self.busy:
                 raise TierFullError(
@@ -153,11 +165,11 @@ class Writes(Residence):
 
     def _write_one(self, page: Page, deadline: float) -> bool:
         bounce: Slot | None = None
-        if not _ready(page.copies.get("host")):
-            bounce = self.bounce_slot(deadline)
+        if not self._from_host(page):
+            bounce = self.bounce_slot(deadline, self.disk_codec)
         # Waiting for the slot may have changed where the page is, and whether it is.
         host = page.copies.get("host")
-        if bounce is not None and (_ready(host) or page.readable() is None):
+        if bounce is not None and (self._from_host(page) or page.readable() is None):
             self.bounce.give(bounce)
             bounce = None
         if "disk" in page.copies or page.readable() is None:
@@ -202,6 +214,16 @@ class Writes(Residence):
         self._submit()
         return page.copies.get("disk") is target
 
+    def _from_host(self, page: Page) -> bool:
+        """Whether a page is to be written out of its place in host memory: it is in place there, and as the disk wants
+        it, or nowhere else."""
+        host = page.copies.get("host")
+        if not _ready(host):
+            return False
+        assert host is not None
+        assert host.slot is not None
+        return alike(host.slot.codec, self.disk_codec) or not _ready(page.copies.get("vram"))
+
     def _copied(self, write: Write, error: CopyFailedError | None) -> None:
         if error is not None:
             self._writes.remove(write)
@@ -221,14 +243,15 @@ class Writes(Residence):
             assert self.disk is not None
             write = self._writes[0]
             page = write.page
-            data = self.device.host(write.slot.range()).numpy()
+            if write.data is None:
+                write.data = self._for_disk(write.slot)
             try:
                 future = self.disk.put(
                     page.key,
                     parent=page.parent,
                     depth=page.depth,
                     identity=page.identity,
-                    data=data,
+                    data=write.data,
                     ephemeral=page.ephemeral,
                     timeout_s=wait_s or 0.0,
                 )
@@ -245,6 +268,19 @@ class Writes(Residence):
             self._unacknowledged += 1
             future.add_done_callback(_reporter(self._acks, write))
 
+    def _for_disk(self, slot: Slot) -> np.ndarray:
+        """The bytes to store: in place if the page is coded as on disk, else in memory of their own."""
+        codec = self.disk_codec
+        found = self.device.host(slot.range())
+        if alike(slot.codec, codec):
+            if codec is not None and slot.codec is not codec:
+                # Coded for host memory; the error goes on with the page.
+                codec.note(codec.facts_of(found[None]))
+            return found.numpy()
+        data = torch.empty(self.disk_page_bytes, dtype=torch.uint8)
+        recode(found, slot.codec, data, codec)
+        return data.numpy()
+
     def _acknowledged(self, future: Future[None], write: Write) -> None:
         self._unacknowledged -= 1
         if future.cancelled():
@@ -257,13 +293,13 @@ class Writes(Residence):
         if write.began:
             self.mover.copied(
                 "host->disk",
-                self.directory.page_bytes,
+                self.disk_page_bytes,
                 write.asked,
                 write.began,
                 failed=error is not None,
             )
         if error is None:
-            self.mover.links["host->disk"].add(self.directory.page_bytes)
+            self.mover.links["host->disk"].add(self.disk_page_bytes)
             self.landed(write.page, write.target, None)
         else:
             self.warn(f"a page could not be written to disk: {error}")

@@ -2,12 +2,15 @@
 
 Of each plane the keys are quantised with one scale a channel and page, the values with one a token and ``V_GROUP``
 channels (see ``kvtier.kernels.quantise``). A coded page is its coded planes in layer order, each one contiguous range,
-and behind them the summaries as they are. The error of each page is measured when it is coded.
+the error that was measured when it was coded, and behind that the summaries as they are. So each page tells its own
+error, wherever it is. Bytes of no meaning are 0, on the way there and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
@@ -24,10 +27,16 @@ from kvtier.kernels.quantise import (
 )
 from kvtier.layout import PLANE_ALIGN, SUMMARY_DTYPES, PageLayout, Part, Plane
 
+CODEC_VERSION = 1
+
 #: Channels of values that share a scale, where the geometry allows it.
 V_GROUP = 32
 
 _SCALE_BYTES = 4
+
+#: What a coded page says of its error: the largest absolute one, the sum of squared errors, the sum of squared values.
+_FACTS = 3
+_FACTS_BYTES = _FACTS * 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class CodecStats:
     @property
     def error(self) -> float:
         """Relative error over all pages."""
-        return float((self.squares / self.energy) ** 0.5) if self.squares else 0.0
+        return _relative(self.squares, self.energy)
 
 
 class PageCodec:
@@ -115,14 +124,25 @@ class PageCodec:
             planes.append(CodedPlane(plane.layer, first, at - first, k, v))
         #: One entry a layer, as ``PageLayout.planes``.
         self.planes = tuple(planes)
+        #: First byte of what a coded page says of its error.
+        self.facts_offset = at
+        at = _aligned(at + _FACTS_BYTES)
         self._summary_at = at
         #: Bytes of a coded page.
-        self.page_bytes = at + -(-layout.summary_range[1] // PLANE_ALIGN) * PLANE_ALIGN
+        self.page_bytes = _aligned(at + layout.summary_range[1])
+        self._gaps = _gaps(self._pieces(), self.page_bytes)
+        self._layout_gaps = _gaps(layout.ranges, layout.page_bytes)
 
     @property
     def text(self) -> str:
         """Name and groups, for identities and people."""
         return f"{self.name} (K a channel and page, V a token and {V_GROUP} channels)"
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ for any two layouts or codecs whose coded pages are not interchangeable."""
+        facts = repr((CODEC_VERSION, self.layout.digest, self.text, self.page_bytes, self.ranges))
+        return hashlib.blake2b(facts.encode(), digest_size=16, person=b"kvtier.codec").digest()
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -151,10 +171,10 @@ class PageCodec:
             out: uint8 ``[n, page_bytes]``, rows of consecutive bytes.
 
         Returns:
-            float32 ``[n, 3]`` on the pages' device: largest absolute error, sum of squared errors, sum of squared values.
-            ``note`` adds them to the statistics.
+            float32 ``[n, 3]`` on the pages' device: largest absolute error, sum of squared errors, sum of squared values;
+            the coded pages have it too (see ``facts_of``). ``note`` adds it to the statistics.
         """
-        facts = torch.zeros(len(pages), 3, dtype=torch.float32, device=pages.device)
+        facts = torch.zeros(len(pages), _FACTS, dtype=torch.float32, device=pages.device)
         for coded in self.planes:
             if coded is None:
                 continue
@@ -167,27 +187,37 @@ class PageCodec:
                         _put(out, side.zero, made.zero)
                     facts[:, 0] = torch.maximum(facts[:, 0], made.worst)
                     facts[:, 1:] += made.sums
+        _put(out, self.facts_offset, facts)
+        for first, stop in self._gaps:
+            out[:, first:stop] = 0
         at, size = self.layout.summary_range
         if size:
             out[:, self._summary_at : self._summary_at + size] = pages[:, at : at + size]
         return facts
 
+    def facts_of(self, coded: torch.Tensor) -> torch.Tensor:
+        """What ``encode`` measured of the pages ``coded``, uint8 ``[n, page_bytes]``: float32 ``[n, 3]``."""
+        return _take(coded, self.facts_offset, (len(coded), _FACTS), torch.float32)
+
     def note(self, facts: torch.Tensor) -> None:
-        """Add what ``encode`` returned to the statistics; waits for it."""
+        """Add what ``encode`` returned to the statistics; waits for it. A page with a NaN or an infinity, which no codec
+        keeps, leaves an infinite error there."""
         for worst, squares, energy in facts.tolist():
             stats = self.stats
             stats.pages += 1
-            stats.worst = max(stats.worst, worst)
+            stats.last_worst = worst if math.isfinite(worst) else math.inf
+            stats.last_error = _relative(squares, energy)
+            stats.worst = max(stats.worst, stats.last_worst)
             stats.squares += squares
             stats.energy += energy
-            stats.last_worst = worst
-            stats.last_error = (squares / energy) ** 0.5 if squares else 0.0
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
         """The inverse, as near as it goes: uint8 ``[n, page_bytes]`` to uint8 ``[n, layout.page_bytes]``."""
         for plane in self.planes:
             if plane is not None:
                 self._decode(plane, coded, 0, out, 0)
+        for first, stop in self._layout_gaps:
+            out[:, first:stop] = 0
         at, size = self.layout.summary_range
         if size:
             out[:, at : at + size] = coded[:, self._summary_at : self._summary_at + size]
@@ -200,6 +230,30 @@ class PageCodec:
 
     # ------------------------------------------------------------------ inside
 
+    def _pieces(self) -> list[tuple[int, int]]:
+        """(first byte, bytes) of all that has a meaning in a coded page, ascending."""
+        pieces = []
+        tokens = self.layout.page_tokens
+        for plane in self.planes:
+            for side in (plane.k, plane.v) if plane is not None else ():
+                if not side.part.nbytes:
+                    continue
+                channels = side.part.heads * side.part.dim
+                scales = (
+                    tokens * channels // side.group if side.group else channels
+                ) * _SCALE_BYTES
+                pieces.append((side.codes, tokens * self._wide(channels)))
+                pieces.append((side.scale, scales))
+                if side.zero >= 0:
+                    pieces.append((side.zero, scales))
+        pieces.append((self.facts_offset, _FACTS_BYTES))
+        pieces.append((self._summary_at, self.layout.summary_range[1]))
+        return pieces
+
+    def _wide(self, channels: int) -> int:
+        """Bytes of a token's codes."""
+        return channels // 2 if self.name == "int4" else channels
+
     def _part(self, plane: Plane, part: Part, at: int, group: int) -> CodedPart:
         channels = part.heads * part.dim
         tokens = self.layout.page_tokens
@@ -208,7 +262,7 @@ class PageCodec:
                 f"layer {plane.layer} has {channels} channels of {part.dtype}; codec {self.name} needs an even "
                 f"number of {', '.join(SUMMARY_DTYPES)}"
             )
-        codes = tokens * channels // (2 if self.name == "int4" else 1)
+        codes = tokens * self._wide(channels)
         scales = (tokens * channels // group if group else channels) * _SCALE_BYTES
         scale = _aligned(at + codes)
         zero = _aligned(scale + scales) if self.name == "int4" else -1
@@ -233,12 +287,13 @@ class PageCodec:
             if not part.nbytes:
                 continue
             channels = part.heads * part.dim
-            wide = channels // 2 if self.name == "int4" else channels
             shape: Sequence[int] = (
                 (n, tokens, channels // side.group) if side.group else (n, channels)
             )
             quantised = Quantised(
-                codes=_take(coded, side.codes - shift, (n, tokens, wide), torch.uint8),
+                codes=_take(
+                    coded, side.codes - shift, (n, tokens, self._wide(channels)), torch.uint8
+                ),
                 scale=_take(coded, side.scale - shift, shape, torch.float32),
                 zero=_take(coded, side.zero - shift, shape, torch.float32)
                 if side.zero >= 0
@@ -251,6 +306,66 @@ class PageCodec:
             values = dequantise(quantised, getattr(torch, part.dtype))
             at = part.offset - out_shift
             out[:, at : at + part.nbytes] = values.view(n, -1).view(torch.uint8)
+
+
+def codec_of(layout: PageLayout, name: str, option: str) -> PageCodec | None:
+    """The codec of that name; ``None`` for ``none``.
+
+    Args:
+        option: what asks for it, for messages.
+
+    Raises:
+        ConfigError: it is unknown, or cannot code such pages.
+    """
+    if name == "none":
+        return None
+    try:
+        return PageCodec(layout, name)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def alike(one: PageCodec | None, other: PageCodec | None) -> bool:
+    """Whether two codecs of the same layout (``None``: none) give the same bytes."""
+    return (one and one.name) == (other and other.name)
+
+
+def recode(
+    data: torch.Tensor, of: PageCodec | None, out: torch.Tensor, to: PageCodec | None
+) -> None:
+    """Bytes of one page from one coding (``None``: none) to another, on the CPU; the error of what is coded is noted.
+
+    Args:
+        data, out: uint8 ``[bytes]`` of a page as ``of`` and ``to`` have it; different memory.
+    """
+    if alike(of, to):
+        out.copy_(data)
+        if to is not None:
+            to.note(to.facts_of(out[None]))
+        return
+    raw = data
+    if of is not None:
+        raw = out if to is None else data.new_empty(of.layout.page_bytes)
+        of.decode(data[None], raw[None])
+    if to is not None:
+        to.note(to.encode(raw[None], out[None]))
+
+
+def _relative(squares: float, energy: float) -> float:
+    """Root of mean squared error over mean squared value; infinite where there is no telling."""
+    if not math.isfinite(squares) or not math.isfinite(energy):
+        return math.inf
+    return (squares / energy) ** 0.5 if squares else 0.0
+
+
+def _gaps(pieces: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    """(first byte, stop) of what ``pieces``, (first byte, bytes) ascending, leave out of ``total`` bytes."""
+    gaps, at = [], 0
+    for first, nbytes in (*pieces, (total, 0)):
+        if first > at:
+            gaps.append((at, first))
+        at = max(at, first + nbytes)
+    return gaps
 
 
 def _group(part: Part) -> int:

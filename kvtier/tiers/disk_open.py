@@ -206,7 +206,7 @@ class _Opening:
             ):
                 raise ConfigError(
                     f"the folder of the disk tier holds {len(found)} pages of another layout (model "
-                    "geometry, dtype or page_tokens); choose another folder for this layout, or "
+                    "geometry, dtype, page_tokens or codec); choose another folder for this layout, or "
                     "remove that one"
                 )
             if wish.payload not in (None, payload):

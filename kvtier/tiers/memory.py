@@ -10,9 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtier.devices.base import Buffer, Event, Range
 from kvtier.errors import DeviceOOMError
+
+if TYPE_CHECKING:
+    from kvtier.tiers.codec import PageCodec
 
 #: Slabs are about this large: few enough to register with a driver, small enough to grow in steps.
 SLAB_BYTES = 128 << 20
@@ -20,7 +24,7 @@ SLAB_BYTES = 128 << 20
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Room for one page: ``page_bytes`` bytes at ``start`` of ``slab``.
+    """Room for one page: ``nbytes`` bytes at ``start`` of ``slab``, coded by ``codec`` (``None``: as they are).
 
     ``after`` holds events of work that may still use the bytes of the slot's former page; whoever writes to
     the slot first must order itself behind them.
@@ -30,6 +34,7 @@ class Slot:
     slab: Buffer
     start: int
     nbytes: int
+    codec: PageCodec | None = None
     after: list[Event] = field(default_factory=list)
 
     def range(self, offset: int = 0, nbytes: int | None = None) -> Range:
@@ -47,6 +52,7 @@ class SlotTier:
         free: ``Device.free``.
         page_bytes: bytes of a slot.
         capacity_bytes: limit of all slabs together; never passed.
+        codec: how the pages in the slots are coded; ``page_bytes`` is then what they take coded.
     """
 
     def __init__(
@@ -57,8 +63,10 @@ class SlotTier:
         free: Callable[[Buffer], None],
         page_bytes: int,
         capacity_bytes: int,
+        codec: PageCodec | None = None,
     ) -> None:
         self.name = name
+        self.codec = codec
         self.page_bytes = page_bytes
         self.capacity_pages = capacity_bytes // page_bytes
         self._alloc = alloc
@@ -153,6 +161,7 @@ class SlotTier:
         self._slabs.append(slab)
         for i in range(pages):
             index = len(self._slots)
-            self._slots.append(Slot(index, slab, i * self.page_bytes, self.page_bytes))
+            start = i * self.page_bytes
+            self._slots.append(Slot(index, slab, start, self.page_bytes, self.codec))
             heapq.heappush(self._free, index)
         return True

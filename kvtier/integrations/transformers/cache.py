@@ -80,7 +80,7 @@ class TieredCache(Cache):
             rate while everything is in VRAM is learned and compared with the rate after that.
 
     Raises:
-        IdentityError: the identity cannot be determined, or belongs to another layout or other adapters.
+        IdentityError: the identity cannot be determined, or belongs to another layout, other adapters or another codec.
         ConfigError: the mode is unknown or does not fit the layout.
         UnsupportedModelError: the model cannot be served in this mode.
     """
@@ -102,7 +102,7 @@ class TieredCache(Cache):
             self._speed.foresee(columns, 1)
         self.store = store
         self.name = name
-        self._guard = ModelGuard(model, store.layout, identity, tenant)
+        self._guard = ModelGuard(model, store.layout, identity, tenant, store.kv_quantisation)
         self.identity = self._guard.identity
         layers: list[Any] = [
             TieredLayer(self, n, x.window) for n, x in enumerate(store.layout.layers)

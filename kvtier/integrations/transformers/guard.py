@@ -27,6 +27,7 @@ class ModelGuard:
         layout: that of the store.
         identity: the model's identity, if it is known already.
         tenant: of the identity.
+        kv_quantisation: of the store. An identity that says nothing of it gets it: the model is the same.
 
     Raises:
         LayoutError: the model's layers do not fit the store's layout.
@@ -40,6 +41,7 @@ class ModelGuard:
         layout: PageLayout,
         identity: ModelIdentity | None,
         tenant: str,
+        kv_quantisation: str = "",
     ) -> None:
         _check_geometry(model, layout)
         if identity is None:
@@ -54,6 +56,8 @@ class ModelGuard:
                 "the identity was made with other adapters than those that are active now; "
                 "call identity_of(model) again"
             )
+        if not identity.kv_quantisation:
+            identity = replace(identity, kv_quantisation=kv_quantisation)
         self.identity = identity
         #: Whether the weights are known to be what they were.
         self.verified = True
@@ -89,6 +93,7 @@ class ModelGuard:
             layout=self._layout,
             tenant=self.identity.tenant,
             revision=self.identity.revision or None,
+            kv_quantisation=self.identity.kv_quantisation,
         )
         if now.digest != self.identity.digest:
             raise IdentityError(

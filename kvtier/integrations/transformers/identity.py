@@ -62,6 +62,7 @@ def identity_of(
     page_tokens: int = 32,
     tenant: str = "",
     revision: str | None = None,
+    kv_quantisation: str = "",
 ) -> ModelIdentity:
     """The identity of ``model`` as it is now.
 
@@ -76,6 +77,7 @@ def identity_of(
         tenant: salt; pages of different tenants are never exchanged.
         revision: something that distinguishes models which this function cannot tell apart, for
             instance a version of your own modelling code.
+        kv_quantisation: that of the store (``TieredStore.kv_quantisation``), which codes pages in its lower tiers.
 
     Raises:
         IdentityError: something the KV depends on cannot be determined.
@@ -99,7 +101,7 @@ def identity_of(
         weights_digest=digest.digest(model),
         weights_quantisation=quantisation,
         kv_dtype=_kv_dtype(layout),
-        kv_quantisation="",
+        kv_quantisation=kv_quantisation,
         rope=_rope(config),
         attention=_attention(layout),
         layout_digest=layout.digest,
