@@ -181,7 +181,7 @@ def present(folder: Path, sequences: range) -> tuple[dict[int, int], int]:
 def test_after_kill_9_pages_are_missing_in_the_order_of_the_policy(
     process: Process, tmp_path: Path
 ) -> None:
-    eviction_rounds(process, tmp_path / "tier", 3)
+    eviction_rounds(process, tmp_path / "tier", 2)
 
 
 @pytest.mark.nightly

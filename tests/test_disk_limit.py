@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from disk_child import CHAIN, PAGE_BYTES, PLACEMENTS, key_of, open_tier, page_of, parent_of, put
 from disk_process import memory_folder
+
+from kvtier.errors import TierFullError
+from kvtier.tiers.aligned import aligned_buffer
 
 LIMITS = [2 << 20, 2 << 20, 1 << 20, 3 << 20, 1536 << 10]
 
@@ -121,3 +125,47 @@ def test_a_limit_that_shrinks_and_grows_keeps_the_newest_pages(folder: Path, pay
         for number in range(room, room + 2 * CHAIN):
             put(tier, number).result(30)
         tier.check()
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "capacity"),
+    [
+        (4096, 2 << 20),
+        (4096, 12 << 20),
+        (16 << 10, 5 << 20),
+        (512 << 10, 9 << 20),
+        (2 << 20, 18 << 20),
+    ],
+)
+def test_as_many_pages_as_the_plan_says_are_held_and_replaced(
+    folder: Path, page_bytes: int, capacity: int
+) -> None:
+    planes = [(i * page_bytes // 4, page_bytes // 4) for i in range(4)]
+    data = [page_of(seed, page_bytes) for seed in range(3)]
+    out = aligned_buffer(page_bytes)
+    options = {"page_bytes": page_bytes, "plane_ranges": planes, "capacity_bytes": capacity}
+    with open_tier(folder, payload="slab", **options) as tier:
+        count = tier.live_capacity_bytes // tier.stored_bytes_of(page_bytes)
+        last = 2 * count
+        for start, end in ((0, count), (count, last)):
+            futures = []
+            for number in range(start, end):
+                if start:
+                    futures.append(tier.delete([key_of(number - count)]))
+                futures.append(
+                    put(tier, number, parent=None, depth=0, data=data[number % 3], timeout_s=60)
+                )
+            for future in futures:
+                future.result(60)
+            tier.flush()
+        for number in range(count, last):
+            assert tier.read(key_of(number), out)
+            assert np.array_equal(out, data[number % 3])
+        tier.flush()  # stores the last use of each
+        assert on_disk(folder)[0] <= capacity
+        assert tier.stats().map_full == 0
+        assert len(tier) == count
+        with pytest.raises(TierFullError):
+            put(tier, last, parent=None, depth=0, data=data[0]).result(60)
+        tier.check()
+    assert on_disk(folder)[0] <= capacity

@@ -3,11 +3,14 @@ and what happens when somebody dies."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +27,8 @@ from kvtier.tiers.aligned import aligned_buffer
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk_reader import DiskReader
 from kvtier.tiers.payload import Payload
+from kvtier.tiers.slab import SlabPayloads
+from kvtier.tiers.slab_file import SlabFiles
 
 DEADLINE_S = 20
 
@@ -321,9 +326,74 @@ def test_a_segment_that_is_gone_costs_its_pages_only(tmp_path: Path) -> None:
             assert tier.read(key_of(number), out) == (key_of(number) not in lost)
         fill(tier, range(100))
         (tmp_path / "pages-00000.slab").unlink()
-        errors = [put(tier, n, parent=None, depth=0).exception(DEADLINE_S) for n in range(100)]
+        # More puts than there are slots, so that some go to that file.
+        again = [*range(100), *range(100)]
+        errors = [put(tier, n, parent=None, depth=0).exception(DEADLINE_S) for n in again]
         assert any(isinstance(error, DiskError) for error in errors)
         assert all(tier.read(key_of(n), out) for n in range(100))  # the old pages are still held
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_put_that_is_written_while_the_group_before_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Cancelled or failed then, it gives its slot back; the one behind it is stored."""
+    syncing, queued, committing, go_on = (threading.Event() for _ in range(4))
+    with open_tier(tmp_path, payload="slab") as tier:
+        fill(tier, range(10))
+        payloads = tier._payloads
+        assert isinstance(payloads, SlabPayloads)
+        sync, begin = payloads.sync, tier._file.begin_write
+
+        def slow_sync() -> None:
+            syncing.set()
+            assert queued.wait(DEADLINE_S)
+            sync()
+
+        def slow_begin() -> Any:
+            committing.set()
+            assert go_on.wait(DEADLINE_S)
+            return begin()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(payloads, "sync", slow_sync)
+            patch.setattr(tier._file, "begin_write", slow_begin)
+            if fails:
+                patch.setattr(payloads.files, "_write_slots", failing_once(payloads.files, 2))
+            first = put(tier, 20)
+            assert syncing.wait(DEADLINE_S)
+            second, third = put(tier, 21), put(tier, 40, parent=None, depth=0)
+            queued.set()
+            assert committing.wait(DEADLINE_S)
+            assert len(payloads._ahead) == 2
+            assert fails or second.cancel()
+            go_on.set()
+            first.result(DEADLINE_S)
+            if fails:
+                assert isinstance(second.exception(DEADLINE_S), DiskError)
+                assert isinstance(third.exception(DEADLINE_S), DiskError)  # one call wrote both
+            else:
+                third.result(DEADLINE_S)
+        tier.check()
+        out = np.zeros(PAGE_BYTES, np.uint8)
+        for number, there in ((20, True), (21, False), (40, not fails)):
+            assert tier.read(key_of(number), out) == there
+            assert not there or np.array_equal(out, page_of(number))
+        full = tier.live_capacity_bytes // tier.stored_bytes_of(PAGE_BYTES)
+        fill(tier, range(100, 100 + full - len(tier)))
+        tier.check()
+
+
+def failing_once(files: SlabFiles, at: int) -> Any:
+    """``_write_slots`` whose call number ``at`` fails."""
+    write, calls = files._write_slots, itertools.count(1)
+
+    def call(*args: Any) -> None:
+        if next(calls) == at:
+            raise OSError(errno.EIO, "injected")
+        write(*args)
+
+    return call
 
 
 def test_without_direct_io_everything_works_through_the_page_cache(

@@ -18,7 +18,7 @@ import lmdb
 from kvtier.errors import ConfigError, KvtierError, TierFullError
 from kvtier.tiers.lmdb_file import LmdbFile, disk_error
 from kvtier.tiers.lmdb_room import Room
-from kvtier.tiers.payload import Payloads
+from kvtier.tiers.payload import Following, Payloads
 from kvtier.tiers.record import DiskRecord, IndexEntry
 from kvtier.tiers.usage import UsageBook
 from kvtier.tiers.writer import Delete, Discard, Look, Note, Op, Put, Sync
@@ -108,8 +108,10 @@ class Committer:
         *,
         durable: bool,
         timeout_s: float,
+        following: Following,
     ) -> None:
         self._file = file
+        self._following = following
         self._payloads = payloads
         self._room = room
         self.layout = layout
@@ -147,6 +149,7 @@ class Committer:
             staged = _Staged(puts, self._payloads.stage(puts))
             if self._durable and puts:
                 self._payloads.sync()
+            self._payloads.stage_ahead(self._following)
             with self.lock:
                 outcomes = self._commit(batch, refused, staged)
         except (lmdb.Error, OSError) as error:

@@ -150,6 +150,7 @@ class DiskTier(DiskTools):
             opened.usage,
             durable=durability == "durable",
             timeout_s=timeout_s,
+            following=lambda most: self._writer.next_puts(most),
         )
         self._sums = (
             IoPool(1, "kvtier-disk-sums") if shape.page_bytes >= _SUM_BESIDE_BYTES else None

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.tiers.lmdb_file import DAMAGE, LmdbFile, piece_key
 from kvtier.tiers.lmdb_room import overflow_pages
 from kvtier.tiers.page_shape import PageShape
-from kvtier.tiers.payload import Payload, Wanted
+from kvtier.tiers.payload import Following, Payload, Wanted
 from kvtier.tiers.record import Bytes, DiskRecord, IndexEntry, RecordError
 from kvtier.tiers.writer import Put
 
@@ -28,6 +28,9 @@ class InlinePayloads:
 
     def stage(self, puts: Sequence[Put]) -> list[int | Exception | None]:
         return [None] * len(puts)
+
+    def stage_ahead(self, following: Following) -> None:
+        pass
 
     def store(self, txn: lmdb.Transaction, put: Put) -> None:
         for number, piece in enumerate(self._shape.pieces):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -36,6 +37,35 @@ class IoPool:
         self._calls.put(lambda: _run(call, future))
         return future
 
+    def run(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Make calls in this thread and the pool's, until all have ended. The first error ends the
+        rest and is raised. Not for calls that use the pool themselves.
+        """
+        left = deque(calls)
+
+        def work() -> None:
+            while True:
+                try:
+                    call = left.popleft()
+                except IndexError:
+                    return
+                try:
+                    call()
+                except BaseException:
+                    left.clear()
+                    raise
+
+        beside = [self.submit(work) for _ in range(min(len(self._threads), len(calls) - 1))]
+        try:
+            work()
+        finally:
+            # They write into the caller's memory: they must end before this does. A thread that
+            # has not begun by now has nothing left to do.
+            errors = [None if future.cancel() else future.exception() for future in beside]
+        for error in errors:
+            if error is not None:
+                raise error
+
     def close(self, timeout_s: float) -> bool:
         """End the threads after what is queued; whether all ended in time."""
         for _ in self._threads:
@@ -52,13 +82,6 @@ class IoPool:
                 return
             call()
             del call  # the queue's next wait must not keep a page's memory alive
-
-
-def run_here(call: Callable[[], T]) -> Future[T]:
-    """The outcome of a call made by this thread."""
-    future: Future[T] = Future()
-    _run(call, future)
-    return future
 
 
 def _run(call: Callable[[], T], future: Future[T]) -> None:

@@ -1,5 +1,9 @@
 """Whether the kernel has a part of a file in memory.
 
+A few memory pages of the part are looked at, not all: looking at each page of 2 MiB takes a third
+of the time of copying them. Where the kernel has dropped some in between, a buffered read brings
+them back.
+
 Asking by a read that must not wait (``RWF_NOWAIT``) makes newer kernels read the missing part in
 the background, so that a direct read that follows takes the device twice.
 """
@@ -13,7 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None)
+_LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+#: Memory pages that are looked at.
+_LOOKS = 4
 
 
 class PageCacheView:
@@ -30,20 +37,18 @@ class PageCacheView:
         self._base = self._bytes.ctypes.data
 
     def has(self, offset: int, nbytes: int) -> bool:
-        """Whether all of a range is in memory now. May be wrong a moment later."""
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        size = offset + nbytes - first
-        if offset + nbytes > self._bytes.nbytes:
+        """Whether a range is in memory now, by its ends and some pages between."""
+        end = offset + nbytes
+        if end > self._bytes.nbytes or nbytes < 1:
             return False
-        pages = -(-size // mmap.PAGESIZE)
-        states = ctypes.create_string_buffer(pages)
-        if _LIBC.mincore(
-            ctypes.c_void_p(self._base + first), ctypes.c_size_t(size), ctypes.byref(states)
-        ):
-            return False
-        # The lowest bit counts; the others are reserved.
-        raw = states.raw
-        return raw == b"\1" * pages or all(state & 1 for state in raw)
+        state = ctypes.c_ubyte()
+        place = ctypes.addressof(state)
+        for look in range(_LOOKS):
+            at = (offset + (nbytes - 1) * look // (_LOOKS - 1)) // mmap.PAGESIZE * mmap.PAGESIZE
+            # The lowest bit counts; the others are reserved.
+            if _LIBC.mincore(self._base + at, 1, place) or not state.value & 1:
+                return False
+        return True
 
 
 def free_memory_bytes() -> int:

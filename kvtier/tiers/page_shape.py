@@ -75,12 +75,6 @@ class PageShape:
         )
 
     @property
-    def middle(self) -> int:
-        """The plane that begins nearest to the middle of the page; 0 for a page of one plane."""
-        half = self.page_bytes // 2
-        return min(range(len(self.planes)), key=lambda i: abs(self.planes[i][0] - half))
-
-    @property
     def sums(self) -> int:
         """Checksums a page has."""
         return len(self.planes) + bool(self.gaps)
@@ -104,9 +98,9 @@ class PageShape:
 
     def checksums(self, key: bytes, page: Bytes) -> tuple[int, ...]:
         """The checksums of a page, uint8 ``[page_bytes]``, stored under ``key``."""
-        seeds = PlaneSeeds(key)
+        seeds, view = PlaneSeeds(key), page.data
         sums = [
-            xxhash.xxh3_64_intdigest(page[at : at + n].data, seed=seeds[i])
+            xxhash.xxh3_64_intdigest(view[at : at + n], seed=seeds[i])
             for i, (at, n) in enumerate(self.planes)
         ]
         if self.gaps:
@@ -126,9 +120,9 @@ class PageShape:
         if plane_sum(key, plane, data) != sums[plane]:
             raise RecordError(f"plane {plane} does not match its checksum")
 
-    def verify_gaps(self, seeds: PlaneSeeds, sums: Sequence[int], page: Bytes) -> None:
+    def verify_gaps(self, key: bytes, sums: Sequence[int], page: Bytes) -> None:
         """Raise RecordError if the bytes between the planes are wrong."""
-        if self.gaps and self._gap_sum(seeds, page) != sums[-1]:
+        if self.gaps and self._gap_sum(PlaneSeeds(key), page) != sums[-1]:
             raise RecordError("the bytes between the planes do not match their checksum")
 
     def _gap_sum(self, seeds: PlaneSeeds, page: Bytes) -> int:
@@ -152,35 +146,32 @@ class PlaneSeeds:
 
 class PageCheck:
     """Verifies a page front to back while its bytes arrive, so that they are summed while they are
-    in the processor's cache. From plane ``first`` on; ``finish`` is for checks that began at 0.
+    in the processor's cache.
     """
 
-    def __init__(
-        self, shape: PageShape, key: bytes, sums: Sequence[int], page: Bytes, first: int = 0
-    ) -> None:
-        self._shape, self._sums, self._page = shape, sums, page
+    def __init__(self, shape: PageShape, key: bytes, sums: Sequence[int], page: Bytes) -> None:
+        self._shape, self._key, self._sums, self._page = shape, key, sums, page
+        self._view = page.data
         self._seeds = PlaneSeeds(key)
-        self._plane = first
-        self._at = shape.planes[first][0] if first else 0
+        self._plane = 0
+        self._at = 0
         self._state: xxhash.xxh3_64 | None = None
 
     def reach(self, stop: int) -> None:
         """The bytes of the page up to ``stop`` are in place. RecordError if a plane is wrong."""
-        planes = self._shape.planes
+        planes, view, seeds = self._shape.planes, self._view, self._seeds
         while self._plane < len(planes):
             number = self._plane
             start, nbytes = planes[number]
             end = start + nbytes
             if end <= stop and self._state is None:
-                found = xxhash.xxh3_64_intdigest(
-                    self._page[start:end].data, seed=self._seeds[number]
-                )
+                found = xxhash.xxh3_64_intdigest(view[start:end], seed=seeds[number])
             else:
                 first, last = max(start, self._at), min(end, stop)
                 if last > first:
                     if self._state is None:
-                        self._state = xxhash.xxh3_64(seed=self._seeds[number])
-                    self._state.update(self._page[first:last].data)
+                        self._state = xxhash.xxh3_64(seed=seeds[number])
+                    self._state.update(view[first:last])
                 if end > stop or self._state is None:
                     break
                 found = self._state.intdigest()
@@ -192,7 +183,7 @@ class PageCheck:
     def finish(self) -> None:
         """Everything was reached. RecordError if the bytes between the planes are wrong."""
         assert self._plane == len(self._shape.planes)
-        self._shape.verify_gaps(self._seeds, self._sums, self._page)
+        self._shape.verify_gaps(self._key, self._sums, self._page)
 
 
 def plane_sum(key: bytes, plane: int, data: Bytes) -> int:

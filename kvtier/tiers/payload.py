@@ -6,7 +6,7 @@ slots of files beside it). Both keep the same promise behind this interface.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import lmdb
@@ -21,6 +21,10 @@ SLAB_FROM_BYTES = 32 << 10
 
 #: A page to load: its key, its index entry, and where its bytes go.
 Wanted = tuple[bytes, IndexEntry, Bytes]
+
+
+#: Up to so many puts that the next group will begin with; they stay queued.
+Following = Callable[[int], list[Put]]
 
 
 class Payloads(Protocol):
@@ -40,6 +44,10 @@ class Payloads(Protocol):
         Returns:
             For each the slot (``None`` where there are none), or why it cannot be stored.
         """
+        ...
+
+    def stage_ahead(self, following: Following) -> None:
+        """Begin to write what the next group will store, while this one is committed."""
         ...
 
     def store(self, txn: lmdb.Transaction, put: Put) -> None:

@@ -9,30 +9,24 @@ reads is not written meanwhile, and if it were, the checksums would not match.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
 import lmdb
 
 from kvtier.errors import TierFullError
-from kvtier.tiers.io_pool import IoPool, run_here
+from kvtier.tiers.io_pool import IoPool
 from kvtier.tiers.lmdb_file import LmdbFile
-from kvtier.tiers.page_shape import PageCheck, PageShape, PlaneSeeds
-from kvtier.tiers.payload import Payload, Wanted
+from kvtier.tiers.page_shape import PageCheck, PageShape
+from kvtier.tiers.payload import Following, Payload, Wanted
 from kvtier.tiers.record import Bytes, DiskRecord, IndexEntry, RecordError
-from kvtier.tiers.slab_file import WARM_BYTES, SlabFiles
+from kvtier.tiers.slab_file import SlabFiles
 from kvtier.tiers.slab_slots import SlotAllocator
 from kvtier.tiers.writer import Put
 
 #: How long a put waits for readers of old snapshots before it is refused.
 READER_PATIENCE_S = 2.0
-#: Planes that are read ahead of the one that is verified.
-_WINDOW = 4
-#: Smaller pages are copied and verified sooner than a second thread has begun.
-_HALVES_FROM_BYTES = 1 << 20
 
 
 class SlabPayloads:
@@ -59,7 +53,9 @@ class SlabPayloads:
         self._shape = shape
         self.files = files
         self._slots = slots
-        self._middle = shape.middle if shape.page_bytes >= _HALVES_FROM_BYTES else 0
+        #: Puts that are being written before their group, and their slots.
+        self._ahead: list[tuple[Put, int]] = []
+        self._wait_ahead: Callable[[], list[Exception | None]] = list
         self._reads = reads
         self._writes = writes
 
@@ -72,21 +68,51 @@ class SlabPayloads:
 
     @property
     def ready(self) -> int | None:
-        return self.slots.free + self.slots.pending
+        return self.slots.free + self.slots.pending + len(self._ahead)
 
     def stage(self, puts: Sequence[Put]) -> list[int | Exception | None]:
-        if not puts:
-            return []
-        taken = self.take(len(puts), READER_PATIENCE_S)
-        written = self.files.write(taken, [put.data for put in puts[: len(taken)]])
-        outcomes: list[int | Exception | None] = []
-        for slot, error in zip(taken, written, strict=True):
-            if error is not None:
-                # Nothing names the slot, whatever it holds now.
+        done = self._end_ahead(puts)
+        rest = [put for put in puts if id(put) not in done]
+        if rest:
+            taken = self.take(len(rest), READER_PATIENCE_S)
+            written = (
+                self.files.write(taken, [put.data for put in rest[: len(taken)]]) if taken else []
+            )
+            for put, slot, error in zip(rest, taken, written, strict=False):
+                done[id(put)] = self._written(slot, error)
+        return [done[id(put)] if id(put) in done else self._no_slot() for put in puts]
+
+    def stage_ahead(self, following: Following) -> None:
+        # Only slots that are free by now: those that this group lets go of are not.
+        puts = following(self.slots.free) if self.slots.free else []
+        if self._ahead or not puts:
+            return
+        slots = self.slots.take(len(puts))
+        self._ahead = list(zip(puts, slots, strict=False))
+        self._wait_ahead = self.files.begin(slots, [put.data for put, _ in self._ahead])
+
+    def _end_ahead(self, puts: Sequence[Put]) -> dict[int, int | Exception | None]:
+        """The outcomes of those of ``puts`` that were written ahead. Others, which were cancelled
+        or refused since, give their slots back.
+        """
+        if not self._ahead:
+            return {}
+        ahead, self._ahead = self._ahead, []
+        wanted = {id(put) for put in puts}
+        done: dict[int, int | Exception | None] = {}
+        for (put, slot), error in zip(ahead, self._wait_ahead(), strict=True):
+            if id(put) in wanted:
+                done[id(put)] = self._written(slot, error)
+            else:
                 self.slots.give([slot])
-            outcomes.append(slot if error is None else error)
-        outcomes += [self._no_slot() for _ in puts[len(taken) :]]
-        return outcomes
+        return done
+
+    def _written(self, slot: int, error: Exception | None) -> int | Exception:
+        if error is None:
+            return slot
+        # Nothing names the slot, whatever it holds now.
+        self.slots.give([slot])
+        return error
 
     def take(self, count: int, patience_s: float, below: int | None = None) -> list[int]:
         """Up to ``count`` slots that may be written; waits for readers of old snapshots."""
@@ -153,10 +179,9 @@ class SlabPayloads:
         slot = self._slot(entry)
         check = PageCheck(self._shape, key, entry.sums, out)
         try:
-            if self._middle and self.files.cached(slot):
-                self._load_halves(slot, key, entry, out)
-                return
-            with closing(self.files.read_page(slot, out)) as reached:
+            warm = self.files.warm(slot)
+            read = self.files.read_warm if warm else self.files.read_page
+            with closing(read(slot, out)) as reached:
                 for stop in reached:
                     check.reach(stop)
             check.finish()
@@ -165,96 +190,59 @@ class SlabPayloads:
             self.files.read_cold(slot, out)
             self._shape.verify(key, entry.sums, out)
 
-    def _load_halves(self, slot: int, key: bytes, entry: IndexEntry, out: Bytes) -> None:
-        """Copy and verify a page in two threads: out of memory a checksum takes as long as a copy."""
-        middle = self._middle
-        half = partial(self._load_part, slot, key, entry, out)
-        second = self._reads.submit(partial(half, middle, len(self._shape.planes)))
-        try:
-            half(0, middle)
-        finally:
-            second.exception()
-        second.result()
-        self._shape.verify_gaps(PlaneSeeds(key), entry.sums, out)
-
-    def _load_part(
-        self, slot: int, key: bytes, entry: IndexEntry, out: Bytes, first: int, last: int
-    ) -> None:
-        planes = self._shape.planes
-        check = PageCheck(self._shape, key, entry.sums, out, first)
-        start = planes[first][0] if first else 0
-        end = planes[last][0] if last < len(planes) else self._shape.page_bytes
-        for at in range(start, end, WARM_BYTES):
-            stop = min(end, at + WARM_BYTES)
-            self.files.read_cached(slot, at, out[at:stop])
-            check.reach(stop)
-
     def load_pages(
         self, txn: lmdb.Transaction, wanted: Sequence[Wanted]
-    ) -> Iterator[Exception | None]:
-        runs = self._runs(wanted)
+    ) -> Sequence[Exception | None]:
+        runs = self._runs(wanted) if len(wanted) > 1 else []
         if len(runs) < 2:
-            for want in wanted:
-                yield _outcome(partial(self.load_page, txn, *want))
-            return
-        jobs = [partial(self._read_run, run) for run in runs]
-        for run, read in zip(runs, self._in_order(jobs), strict=True):
-            whole = _outcome(read.result) is None
-            for key, entry, out in run:
-                if whole and _outcome(partial(self._shape.verify, key, entry.sums, out)) is None:
-                    yield None
-                else:
-                    yield _outcome(partial(self.load_page, txn, key, entry, out))
+            return [_outcome(partial(self.load_page, txn, *want)) for want in wanted]
+        outcomes: list[Exception | None] = [None] * len(wanted)
+        failed: list[int] = []
+        self._reads.run([partial(self._load_run, wanted, run, failed) for run in runs])
+        for at in failed:
+            outcomes[at] = _outcome(partial(self.load_page, txn, *wanted[at]))
+        return outcomes
 
-    def _runs(self, wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    def _runs(self, wanted: Sequence[Wanted]) -> list[range]:
         """Neighbours that one read can bring."""
-        runs: list[list[Wanted]] = []
+        runs: list[range] = []
         slots: list[int] = []
-        for want in wanted:
-            slot = want[1].slot
+        for at, (_, entry, _) in enumerate(wanted):
+            slot = entry.slot
             if runs and slot is not None and slots and self.files.one_run([*slots, slot]):
-                runs[-1].append(want)
+                runs[-1] = range(runs[-1].start, at + 1)
                 slots.append(slot)
             else:
-                runs.append([want])
+                runs.append(range(at, at + 1))
                 slots = [] if slot is None else [slot]
         return runs
 
-    def _read_run(self, run: list[Wanted]) -> None:
-        self.files.read_run(self._slot(run[0][1]), [out for _, _, out in run])
+    def _load_run(self, wanted: Sequence[Wanted], run: range, failed: list[int]) -> None:
+        """Read and verify neighbours; those that are not right go to ``failed``."""
+        part = wanted[run.start : run.stop]
+        try:
+            self.files.read_run(self._slot(part[0][1]), [out for _, _, out in part])
+        except RecordError:
+            failed.extend(run)
+            return
+        for at, (key, entry, out) in zip(run, part, strict=True):
+            if _outcome(partial(self._shape.verify, key, entry.sums, out)) is not None:
+                failed.append(at)
 
     def load_planes(
         self, txn: lmdb.Transaction, plane: int, wanted: Sequence[Wanted]
-    ) -> Iterator[Exception | None]:
-        def verify(read: Future[None], key: bytes, entry: IndexEntry, out: Bytes) -> None:
-            read.result()
-            self._shape.verify_plane(key, entry.sums, plane, out)
+    ) -> Sequence[Exception | None]:
+        outcomes: list[Exception | None] = [None] * len(wanted)
 
-        jobs = [partial(self._read_plane, plane, want) for want in wanted]
-        for want, read in zip(wanted, self._in_order(jobs), strict=True):
-            yield _outcome(partial(verify, read, *want))
+        def load(at: int) -> None:
+            outcomes[at] = _outcome(partial(self._load_plane, plane, *wanted[at]))
 
-    def _read_plane(self, plane: int, want: Wanted) -> None:
-        self.files.read_range(self._slot(want[1]), self._shape.planes[plane][0], want[2])
+        self._reads.run([partial(load, at) for at in range(len(wanted))])
+        return outcomes
 
-    def _in_order(self, jobs: Sequence[Callable[[], None]]) -> Iterator[Future[None]]:
-        """The jobs' outcomes in order, while a few that follow are under way."""
-        if len(jobs) == 1:
-            yield run_here(jobs[0])
-            return
-        ahead: deque[Future[None]] = deque()
-        try:
-            for job in jobs:
-                ahead.append(self._reads.submit(job))
-                if len(ahead) > _WINDOW:
-                    yield ahead.popleft()
-            while ahead:
-                yield ahead.popleft()
-        finally:
-            # They write into the caller's memory: they must end before this does.
-            for future in ahead:
-                if not future.cancel():
-                    future.exception()
+    def _load_plane(self, plane: int, key: bytes, entry: IndexEntry, out: Bytes) -> None:
+        self.files.read_range(self._slot(entry), self._shape.planes[plane][0], out)
+        self._shape.verify_plane(key, entry.sums, plane, out)
 
     # ------------------------------------------------------------------ the rest
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,9 @@ from kvtier.tiers.slab_segments import Segment, SegmentFiles, ShortReadError
 WRITE_BYTES = 4 << 20
 #: One direct read; the next is under way while this one is verified.
 _READ_BYTES = 1 << 20
-#: One warm read: what was copied is verified while it is in the processor's cache.
-WARM_BYTES = 256 << 10
+#: One warm read: what was copied is verified while it is in the processor's cache. A second thread
+#: to do half of a page was slower than this thread alone for pages up to 8 MiB.
+_WARM_BYTES = 2 << 20
 
 
 class SlabFiles(SegmentFiles):
@@ -64,35 +66,55 @@ class SlabFiles(SegmentFiles):
 
     def write(self, slots: Sequence[int], pages: Sequence[Bytes]) -> list[Exception | None]:
         """Write pages into slots, neighbours in one call; one outcome a page. Not yet synced."""
-        runs: list[tuple[int, int]] = []  # first index, one behind the last
+        runs = self._runs(slots)
+        beside = self._begin(runs[1:], slots, pages)
+        # One run in this thread, the others beside it.
+        own: Future[None] = Future()
+        try:
+            self._write_run(slots[runs[0].start], pages[runs[0].start : runs[0].stop])
+            own.set_result(None)
+        except OSError as error:
+            own.set_exception(error)
+        return _outcomes([(runs[0], own), *beside])
+
+    def begin(
+        self, slots: Sequence[int], pages: Sequence[Bytes]
+    ) -> Callable[[], list[Exception | None]]:
+        """As ``write``, beside the caller; what is returned waits for the end."""
+        return partial(_outcomes, self._begin(self._runs(slots), slots, pages))
+
+    def _begin(
+        self, runs: Sequence[range], slots: Sequence[int], pages: Sequence[Bytes]
+    ) -> list[tuple[range, Future[None]]]:
+        assert self._writes is not None
+        submit, write = self._writes.submit, self._write_run
+        return [
+            (run, submit(_call(write, slots[run.start], pages[run.start : run.stop])))
+            for run in runs
+        ]
+
+    def _runs(self, slots: Sequence[int]) -> list[range]:
+        """Indices of neighbours that one call writes."""
+        runs: list[range] = []
         start = 0
         for at in range(1, len(slots) + 1):
             whole = at < len(slots) and slots[at] == slots[at - 1] + 1
             whole = whole and slots[at] // self.per_segment == slots[start] // self.per_segment
             if not whole or (at + 1 - start) * self.slot_bytes > WRITE_BYTES:
-                runs.append((start, at))
+                runs.append(range(start, at))
                 start = at
-        assert self._writes is not None
-        # One run in this thread, the others beside it.
-        futures = [
-            self._writes.submit(_call(self._write_run, slots[a], pages[a:b])) for a, b in runs[1:]
-        ]
-        outcomes: list[Exception | None] = [None] * len(slots)
-        for run, (a, b) in enumerate(runs):
-            try:
-                if run:
-                    futures[run - 1].result()
-                else:
-                    self._write_run(slots[a], pages[a:b])
-            except OSError as error:
-                outcomes[a:b] = [error] * (b - a)
-        return outcomes
+        return runs
 
     def _write_run(self, first: int, pages: Sequence[Bytes]) -> None:
         segment, offset = self.segment_of(first)
         segment.require_same_file()
-        segment.dirty = True
         self._seen.difference_update(range(first, first + len(pages)))
+        try:
+            self._write_slots(segment, offset, pages)
+        finally:
+            segment.dirty = True
+
+    def _write_slots(self, segment: Segment, offset: int, pages: Sequence[Bytes]) -> None:
         if self.memory_align is None:
             self._write_buffered(segment.fd, offset, pages)
             return
@@ -131,22 +153,35 @@ class SlabFiles(SegmentFiles):
     # ------------------------------------------------------------------ reading
 
     def read_page(self, slot: int, out: Bytes) -> Generator[int, None, None]:
-        """Read a page into ``out``; yields up to where its bytes are in place, front to back."""
-        return self._read(slot, 0, out)
-
-    def cached(self, slot: int) -> bool:
-        """Whether the page cache has all of a page."""
+        """Read a page past the page cache; yields up to where its bytes are in place, front to
+        back.
+        """
         segment, offset = self.segment_of(slot)
-        return self.direct and segment.cached(offset, self.page_bytes)
+        self._seen.add(slot)
+        return self._read_uncached(segment, offset, out)
 
-    def read_cached(self, slot: int, start: int, out: Bytes) -> None:
-        """Read the bytes of a page from ``start`` on through the page cache."""
+    def warm(self, slot: int) -> bool:
+        """Whether a page is to be read through the page cache: it is there, or may come there."""
         segment, offset = self.segment_of(slot)
-        _pread(segment.fd, offset + start, out)
+        if self._cache_reads and slot in self._seen:
+            return True
+        if self.direct and segment.cached(offset, self.page_bytes):
+            self._seen.add(slot)
+            return True
+        return False
+
+    def read_warm(self, slot: int, out: Bytes) -> Generator[int, None, None]:
+        """As ``read_page``, through the page cache."""
+        segment, offset = self.segment_of(slot)
+        return _pieces(segment.fd, offset, out, _WARM_BYTES)
 
     def read_range(self, slot: int, start: int, out: Bytes) -> None:
         """Read the bytes of a page from ``start`` on into ``out``."""
-        for _ in self._read(slot, start, out, part=True):
+        segment, offset = self.segment_of(slot)
+        if self.direct and segment.cached(offset + start, out.nbytes):
+            _pread(segment.fd, offset + start, out.data)
+            return
+        for _ in self._read_uncached(segment, offset + start, out, alone=True):
             pass
 
     def read_run(self, first: int, outs: Sequence[Bytes]) -> None:
@@ -187,34 +222,12 @@ class SlabFiles(SegmentFiles):
         for _ in self._read_uncached(segment, offset, out):
             pass
 
-    def _read(
-        self, slot: int, start: int, out: Bytes, part: bool = False
-    ) -> Generator[int, None, None]:
-        segment, offset = self.segment_of(slot)
-        offset += start
-        if self.direct and segment.cached(offset, out.nbytes):
-            # Verified piece by piece while it is in the processor's cache.
-            for at in range(0, out.nbytes, WARM_BYTES):
-                _pread(segment.fd, offset + at, out[at : at + WARM_BYTES])
-                yield min(out.nbytes, at + WARM_BYTES)
-            return
-        if self._cache_reads and not part and slot in self._seen:
-            for at in range(0, out.nbytes, _READ_BYTES):
-                _pread(segment.fd, offset + at, out[at : at + _READ_BYTES])
-                yield min(out.nbytes, at + _READ_BYTES)
-            return
-        if not part:
-            self._seen.add(slot)
-        yield from self._read_uncached(segment, offset, out, alone=part)
-
     def _read_uncached(
         self, segment: Segment, offset: int, out: Bytes, alone: bool = False
     ) -> Generator[int, None, None]:
         fd = segment.direct_fd
         if self.memory_align is None or fd is None:
-            for at in range(0, out.nbytes, _READ_BYTES):
-                _pread(segment.fd, offset + at, out[at : at + _READ_BYTES])
-                yield min(out.nbytes, at + _READ_BYTES)
+            yield from _pieces(segment.fd, offset, out, _READ_BYTES)
             return
         direct = offset % ALIGN == 0 and self._takes([out])
         read = self._read_direct if direct else self._read_through_buffer
@@ -254,7 +267,7 @@ class SlabFiles(SegmentFiles):
 
     def _read_direct(self, fd: int, offset: int, out: Bytes) -> None:
         try:
-            _pread(fd, offset, out)
+            _pread(fd, offset, out.data)
         except ShortReadError:
             raise
         except OSError as error:
@@ -265,8 +278,19 @@ class SlabFiles(SegmentFiles):
         first = offset // ALIGN * ALIGN
         size = round_up(offset + out.nbytes - first)
         with self._buffers.borrow() as buffer:
-            _pread(fd, first, buffer[:size])
+            _pread(fd, first, buffer[:size].data)
             np.copyto(out, buffer[offset - first : offset - first + out.nbytes])
+
+
+def _outcomes(runs: Sequence[tuple[range, Future[None]]]) -> list[Exception | None]:
+    """One outcome a page, after all runs have ended."""
+    outcomes: list[Exception | None] = []
+    for run, future in runs:
+        error = future.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        outcomes += [error] * len(run)
+    return outcomes
 
 
 def _call(function: Callable[..., None], *args: object) -> Callable[[], None]:
@@ -284,10 +308,19 @@ def _pwrite(fd: int, offset: int, parts: list[Bytes]) -> None:
             parts = [parts[0][done:], *parts[1:]]
 
 
-def _pread(fd: int, offset: int, out: Bytes) -> None:
-    at = 0
-    while at < out.nbytes:
-        got = os.preadv(fd, [out[at:].data], offset + at)
-        if got == 0:
+def _pieces(fd: int, offset: int, out: Bytes, step: int) -> Generator[int, None, None]:
+    """Read in pieces; yields up to where the bytes are in place."""
+    view, size = out.data, out.nbytes
+    for at in range(0, size, step):
+        stop = min(size, at + step)
+        _pread(fd, offset + at, view[at:stop])
+        yield stop
+
+
+def _pread(fd: int, offset: int, out: memoryview) -> None:
+    got = os.preadv(fd, [out], offset)
+    while got < out.nbytes:
+        more = os.preadv(fd, [out[got:]], offset + got)
+        if more == 0:
             raise ShortReadError("the segment is cut off before the end of the slot")
-        at += got
+        got += more

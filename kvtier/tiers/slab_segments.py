@@ -261,8 +261,13 @@ class SegmentFiles:
         """Make everything that was written durable."""
         dirty = [s for s in self.segments if s is not None and s.dirty]
         for segment in dirty:
-            os.fdatasync(segment.fd)
+            # Cleared before: what is written meanwhile may miss this sync and needs the next one.
             segment.dirty = False
+            try:
+                os.fdatasync(segment.fd)
+            except OSError:
+                segment.dirty = True
+                raise
             if not self.direct:
                 os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

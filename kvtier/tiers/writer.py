@@ -242,6 +242,23 @@ class Writer:
         self._bytes -= sum(op.nbytes for op in batch) - sum(op.nbytes for op in running)
         return running
 
+    def next_puts(self, most: int) -> list[Put]:
+        """Up to ``most`` puts that the next group will begin with; they stay queued and may still be
+        cancelled.
+        """
+        puts: list[Put] = []
+        deletes = 0
+        with self._cond:
+            for op in self._queue:
+                deletes += len(op.keys) if isinstance(op, Delete) else isinstance(op, Discard)
+                if isinstance(op, Sync | Note | Look) or deletes > self._batch_deletes:
+                    break
+                if isinstance(op, Put) and not op.future.cancelled():
+                    if len(puts) == min(most, self._batch_puts):
+                        break
+                    puts.append(op)
+        return puts
+
     def _finish(self, batch: list[Op], outcomes: list[Exception | None]) -> None:
         with self._cond:
             self._in_work = []
