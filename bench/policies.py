@@ -89,13 +89,12 @@ def trace_files(names: str | None, quick: bool) -> list[Path]:
 
 def blocks_of(size: str, unique: int) -> int:
     try:
-        share = size.endswith("%")
-        blocks = max(1, round(float(size[:-1]) / 100 * unique)) if share else int(size)
+        blocks = float(size[:-1]) / 100 * unique if size.endswith("%") else int(size)
     except ValueError:
         blocks = 0
-    if blocks < 1:
+    if not 0 < blocks < float("inf"):
         raise ConfigError(f"size {size!r} is not a share above 0 % or a number of blocks")
-    return blocks
+    return max(1, round(blocks))
 
 
 def measure(file: Path, specs: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ ALL = Config(vram=3, host=3, disk=60)
         ({"timeout_s": float("inf")}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"policy": "nosuch"}, "nosuch"),
+        ({"policy": "opt"}, "'opt' has to know the future"),
     ],
 )
 def test_what_cannot_be_opened_is_named(
