@@ -165,8 +165,8 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
         "--mode",
         metavar="M",
         default="exact-stream",
-        help="how decoding reads pages: exact-stream (default), exact-split or "
-        "select:NAME,budget=...; see below",
+        help="how decoding reads pages: exact-stream (default), exact-split, auto (the faster of "
+        "the two, as predicted) or select:NAME,budget=...; see below",
     )
     tiers.add_argument(
         "--page-tokens", metavar="N", type=_count, default=32, help="tokens in a page (default: 32)"
@@ -293,6 +293,8 @@ def _mode(text: str) -> str:
     """A mode that can be. Filters of omnikv are looked up when the model is known."""
     from kvtier.attention.mode import parse_mode
 
+    if text == "auto":
+        return text
     name, *items = text.split(",")
     given = any(item.startswith("filters=") for item in items)
     parse_mode(f"{text},filters=1" if name == "select:omnikv" and not given else text)

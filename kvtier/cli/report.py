@@ -59,6 +59,7 @@ class Report:
     links: dict[str, Any]
     link_bytes_per_token: dict[str, float]
     mode: str = "exact-stream"
+    mode_choice: str = ""
     pages_read: float | None = None
     summary_bytes: int = 0
     text: str = ""
@@ -98,6 +99,7 @@ class Report:
             "device": self.device,
             "policy": self.policy,
             "mode": self.mode,
+            "mode_choice": self.mode_choice,
             "pages_read_per_step": self.pages_read,
             "summary_bytes": self.summary_bytes,
             "page_tokens": self.page_tokens,
@@ -163,6 +165,8 @@ class Report:
         say(f"time to first token: {self.ttft_s:.2f} s{self._saved_words()}")
         if self.decode_tokens_per_s is not None:
             say(f"decoding: {self.decode_tokens_per_s:.2f} tokens/s on this machine")
+        if self.mode_choice:
+            say(f"mode {self.mode_choice}")
         if self.pages_read is not None:
             total = -(-(self.prompt_tokens + self.generated_tokens) // self.page_tokens)
             say(

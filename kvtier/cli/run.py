@@ -119,11 +119,17 @@ class _Job:
                 )
             )
             planned = store.foresee(expected)
-            cache = stack.enter_context(TieredCache(self.model, store, mode=options.mode))
+            columns = expected.tokens if options.mode == "auto" else 0
+            cache = stack.enter_context(
+                TieredCache(self.model, store, mode=options.mode, columns=columns)
+            )
+            self.mode = cache.mode
+            if cache.mode_choice:
+                self.display.say(cache.mode_choice)
             self.display.watch(store.stats)
             record = Run(
                 identity=cache.identity.digest.hex(),
-                numerics=numerics(self.model, device.name) + _mode_suffix(options.mode),
+                numerics=numerics(self.model, device.name) + _mode_suffix(self.mode),
                 tokens=self.ids[0].tolist(),
                 prompt_tokens=self.ids.shape[1],
             )
@@ -204,6 +210,7 @@ class _Job:
             device=device_name,
             policy=self.options.policy,
             mode=cache.mode,
+            mode_choice=cache.mode_choice,
             pages_read=cache.pages_read,
             summary_bytes=cache.summary_bytes,
             page_tokens=self.options.page_tokens,
@@ -242,7 +249,7 @@ class _Job:
             outcome.generation,
             theirs,
             exact_source=outcome.source.exact,
-            tolerance=tolerance_of(self.options.mode, self.model.dtype),
+            tolerance=tolerance_of(self.mode, self.model.dtype),
         )
 
 
