@@ -266,7 +266,7 @@ def test_a_run_that_was_stopped_while_decoding_is_taken_up_exactly(
             pytest.fail(f"no prefill: {process.stderr.read()}")
         time.sleep(1.0)  # some tokens into decoding
         process.send_signal(how)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
     finally:
         process.kill()
     if how == signal.SIGINT:

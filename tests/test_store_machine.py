@@ -7,7 +7,9 @@ faults."""
 from __future__ import annotations
 
 import errno
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,7 @@ from hypothesis.stateful import (
 )
 from store_model import (
     IDENTITY,
+    PLACEMENTS,
     Config,
     FailingDisk,
     as_page,
@@ -41,6 +44,7 @@ from store_model import (
 
 from kvtier.errors import ConfigError, DiskError, KvtierError, PageLostError, TierFullError
 from kvtier.store.lease import Lease
+from kvtier.tiers.folder_info import Payload
 
 #: Steps from the root to a page. Independent of what is stored, which hangs on the disk's pace.
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
@@ -303,3 +307,15 @@ def test_store_with_faults_against_a_dict() -> None:
 @pytest.mark.parametrize("machine", [StoreMachine, FaultyStoreMachine])
 def test_store_against_a_dict_for_long(machine: type[StoreMachine]) -> None:
     run(machine, 2000, 80)
+
+
+@pytest.mark.parametrize("payload", PLACEMENTS)
+@pytest.mark.parametrize("pages", [1, 2, 4])
+def test_the_least_limit_works_after_a_larger_one(
+    payload: Payload, pages: int, tmp_path: Path
+) -> None:
+    with closing(device()) as card:
+        for disk in (pages, 8, pages, 60, pages):
+            with open_store(Config(vram=2, disk=disk, payload=payload), card, tmp_path) as store:
+                tier = store.stats().tiers["disk"]
+                assert tier.used_bytes <= tier.capacity_bytes

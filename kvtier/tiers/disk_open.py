@@ -41,7 +41,7 @@ from kvtier.tiers.payload import SLAB_FROM_BYTES, Payload, Payloads
 from kvtier.tiers.record import DiskRecord
 from kvtier.tiers.slab import SlabPayloads
 from kvtier.tiers.slab_file import SlabFiles
-from kvtier.tiers.slab_room import index_needed, plan_slab
+from kvtier.tiers.slab_room import plan_slab, plan_slab_beside
 from kvtier.tiers.slab_segments import segment_paths
 from kvtier.tiers.slab_slots import SlotAllocator
 from kvtier.tiers.usage import UsageBook
@@ -237,11 +237,14 @@ class _Opening:
         }
         if info.payload == "inline":
             return Room.plan(shape=wish.shape, **sizes)
-        need = index_needed(shape=wish.shape, **sizes)
-        have = self.path.stat().st_size
-        # A file that is somewhat too large is not worth moving its content.
-        keep = have if need < have <= need + need // 4 + wish.capacity_bytes // 64 else 0
-        return plan_slab(shape=wish.shape, index_bytes=keep, **sizes)
+        anew = plan_slab(shape=wish.shape, **sizes)
+        have, need = self.path.stat().st_size, anew.map_bytes
+        # A file that is somewhat too large is not worth moving its content, unless pages pay for it.
+        if need < have <= need + need // 4 + wish.capacity_bytes // 64:
+            kept = plan_slab_beside(have, shape=wish.shape, **sizes)
+            if kept is not None and 8 * kept.live_capacity_bytes >= 7 * anew.live_capacity_bytes:
+                return kept
+        return anew
 
     def _slab_files(self, info: FolderInfo) -> SlabFiles:
         reads, writes = (

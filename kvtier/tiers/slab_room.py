@@ -41,9 +41,7 @@ _LEAST_DELETES = 8
 _MANY_USES = 4096
 
 
-def plan_slab(
-    *, capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape, index_bytes: int = 0
-) -> Room:
+def plan_slab(*, capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape) -> Room:
     """The room that ``capacity_bytes`` of folder give to pages in slots.
 
     More bytes never give fewer pages, nor a smaller share to pages (but for two slots: the one that
@@ -51,23 +49,20 @@ def plan_slab(
     pages of 16 KiB and more get at least 75 %; pages of 4 KiB and 8 KiB, with up to 8 planes, get
     at least 70 %, and 75 % from 1 GiB on.
 
-    Args:
-        index_bytes: size of a database file that is there already and is to be kept.
-
     Raises:
         ConfigError: not even one page fits.
     """
-    room = _Split(capacity_bytes, batch_bytes, psize, shape).room(index_bytes)
+    room = _Split(capacity_bytes, batch_bytes, psize, shape).room(0)
     if room is None:
         raise too_small(capacity_bytes, shape, _least(capacity_bytes, batch_bytes, psize, shape))
     return room
 
 
-def index_needed(capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape) -> int:
-    """Bytes of the database file that a new folder of this capacity gets."""
-    return plan_slab(
-        capacity_bytes=capacity_bytes, batch_bytes=batch_bytes, psize=psize, shape=shape
-    ).map_bytes
+def plan_slab_beside(
+    index_bytes: int, *, capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape
+) -> Room | None:
+    """The same beside a database file of ``index_bytes`` that is kept; ``None`` if no page fits then."""
+    return _Split(capacity_bytes, batch_bytes, psize, shape).room(index_bytes)
 
 
 def _least(capacity_bytes: int, batch_bytes: int, psize: int, shape: PageShape) -> int:
