@@ -81,11 +81,13 @@ class MQ(ResidencyPolicy):
         hits, now, lifetime, next_sink = 0, self._now, self._lifetime, self._next_sink
         most_ghosts = self._most_ghosts
         evicted: list[Key] = []
+        lowest = lines[0]
         for key in self.walk(keys):
             node = nodes.get(key)
             if node is None:
                 while len(pages) >= capacity:
-                    gone, _ = next(filter(None, lines)).popitem(last=False)
+                    # The lowest queue is hardly ever empty.
+                    gone, _ = (lowest or next(filter(None, lines))).popitem(last=False)
                     del pages[gone]
                     ghosts[gone] = nodes.pop(gone)
                     if len(ghosts) > most_ghosts:
@@ -105,7 +107,7 @@ class MQ(ResidencyPolicy):
                 if node is None:
                     # New, so in the lowest queue, from which nothing sinks.
                     nodes[key] = _Node(1, 0, now, now + lifetime)
-                    lines[0][key] = tick
+                    lowest[key] = tick
                     continue
                 nodes[key] = node
             distance = now - node.last
