@@ -255,6 +255,8 @@ def test_a_run_that_was_stopped_while_decoding_is_taken_up_exactly(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+        # Jobs that a shell puts in the background ignore SIGINT, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stderr is not None
