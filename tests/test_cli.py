@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -483,3 +485,19 @@ def test_a_terminal_sees_bars_and_tiers_and_a_file_one_line_a_phase(
     assert "hits" in seen[True]
     assert "prefill: 32 tokens in" in seen[False]
     assert seen[False].count("\n") == 1
+
+
+def test_every_command_has_a_help_text() -> None:
+    from kvtier.cli.main import build_parser
+
+    def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from all_parsers(inner)
+
+    found = list(all_parsers(build_parser()[0]))
+    assert len(found) > 8
+    for parser in found:
+        assert "usage: kvtier" in parser.format_help()

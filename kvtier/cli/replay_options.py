@@ -96,7 +96,8 @@ def add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     how.add_argument(
         "--sizes", metavar="X%,...",
-        help=f"one tier of these shares of all unique blocks (default: {DEFAULT_SIZES})",
+        help="one tier of these shares of all unique blocks (default: "
+        + DEFAULT_SIZES.replace("%", "%%") + ")",
     )  # fmt: skip
     how.add_argument("--pages", metavar="N,...", help="one tier of so many blocks")
     for tier in ("vram", "host", "disk"):
