@@ -181,7 +181,7 @@ def _off(weights: float, kv: float) -> str:
 
 def _cliff(answer: Plan, console: Console) -> None:
     fits, begins = answer.cliff["fits_up_to"], answer.cliff["begins"]
-    words = "not everything fits in VRAM at any context"
+    words = "not everything is in VRAM at any context"
     if fits:
         words = f"everything fits in VRAM up to {fits:,} tokens"
     elif fits is None:

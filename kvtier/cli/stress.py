@@ -246,7 +246,7 @@ def _cliff_words(report: StressReport) -> str:
     fits = (
         f"everything fits in VRAM up to {cliff.fits:,} tokens"
         if cliff.fits
-        else "not everything fits in VRAM at any context"
+        else "not everything is in VRAM at any context"
     )
     levels = [f"{name} from {at:,}" for name, at in cliff.begins.items() if at is not None]
     words = f"the cliff: {fits}" + (
