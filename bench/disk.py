@@ -9,7 +9,9 @@ its own round:
 * put durable, put relaxed: an empty tier is filled, up to the last acknowledgement, against writing a
   preallocated file with O_DIRECT, synced every 16 MiB (relaxed: not synced);
 * churn: the same in a full tier, each put with the eviction of the oldest page, against overwriting;
-* get warm: pages whose bytes are in the page cache, against a warm pread into the same buffers;
+* get warm: pages whose bytes are in the page cache, in random order, ``one`` page a call or ``many``, against a warm
+  pread into the same buffers by one thread. ``read warm, summed`` is that pread with an XXH3-64 of what it brought
+  and nothing else: what one thread that verifies can reach here;
 * get cold: after a restart with nothing in the page cache, in random order, against random O_DIRECT reads of
   a page; ``one`` page a call against one thread, ``many`` pages a call against four.
 
@@ -61,7 +63,9 @@ ROWS = (
     ("churn durable", "overwrite O_DIRECT synced", 0.8),
     ("put relaxed", "write O_DIRECT", None),
     ("churn relaxed", "overwrite O_DIRECT", None),
-    ("get warm", "read warm", 0.8),
+    ("get warm one", "read warm", 0.8),
+    ("get warm many", "read warm", 0.8),
+    ("read warm, summed", "read warm", None),
     ("get cold one", "read cold O_DIRECT 1", 0.8),
     ("get cold many", "read cold O_DIRECT 4", 0.8),
 )
@@ -228,7 +232,9 @@ def one_round(base: Path, page_bytes: int, payload: str, mib: int) -> Costs:
             fill_cache(base / "raw")
             get_one(tier, ours, target)
             costs["read warm"] = raw.read(order, direct=False)
-            costs["get warm"] = cost(nbytes, get_one, tier, ours, target)
+            costs["read warm, summed"] = raw.read(order, direct=False, summed=True)
+            costs["get warm one"] = cost(nbytes, get_one, tier, ours, target)
+            costs["get warm many"] = cost(nbytes, get_many, tier, ours, target)
             tier.close()
             drop_cache(base / "raw")
             costs["read cold buffered"] = raw.read(order, direct=False)
@@ -312,19 +318,17 @@ def beyond_memory(base: Path, payload: str, options: argparse.Namespace) -> tupl
 def index(base: Path, payload: str, rounds: int, quick: bool) -> dict[str, float]:
     """Lookups a second, and seconds of a put into a tier of ``large`` pages against one of 1,000.
 
-    Pages of 256 bytes inline, of 32 KiB (and a tenth as many) in slabs: what is compared is the index, not the
-    payload. Every put comes with the eviction of the oldest page; groups of 64, each until it is acknowledged.
+    Pages of 256 bytes inline, of 4 KiB in slabs: what is compared is the index, not the payload. Every put comes
+    with the eviction of the oldest page; groups of 64, each until it is acknowledged.
     """
-    page_bytes = 256 if payload == "inline" else 32 * KIB
-    large = LARGE // (1 if payload == "inline" else 10) // (5 if quick else 1)
+    page_bytes = 256 if payload == "inline" else 4 * KIB
+    large = LARGE // (5 if quick else 1)
     (data,) = buffers(1, page_bytes)
     counts = (1000, large)
     tiers = []
     for count in counts:
         capacity = 64 * MIB + count * (2 * page_bytes + 2048)
-        tier = open_tier(
-            base / str(count), page_bytes, capacity, payload=payload, durability="relaxed"
-        )
+        tier = open_tier(base / str(count), page_bytes, capacity, payload=payload)
         put_all(tier, range(count), [data])
         tiers.append(tier)
     keys = [key_of(number) for number in range(large)]

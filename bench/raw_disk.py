@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -104,14 +105,18 @@ class RawFile:
             os.fdatasync(fd)
             return result
 
-    def read(self, order: Sequence[int], *, direct: bool, threads: int = 1) -> Cost:
-        """The pages of ``order``."""
+    def read(
+        self, order: Sequence[int], *, direct: bool, threads: int = 1, summed: bool = False
+    ) -> Cost:
+        """The pages of ``order``. ``summed``: each with its XXH3-64."""
 
         def some(start: int) -> None:
             for at in range(start, len(order), threads):
                 into = self._target[at % len(self._target)]
                 if os.preadv(fd, [into], order[at] * self._nbytes) != self._nbytes:
                     raise OSError(f"short read of {self._path}")
+                if summed:
+                    xxhash.xxh3_64_intdigest(into)
 
         with self._opened(direct) as fd, ThreadPoolExecutor(threads) as pool:
             list(pool.map(some, [0] * threads))  # starts the threads, warms nothing that counts

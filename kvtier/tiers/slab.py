@@ -27,6 +27,8 @@ from kvtier.tiers.writer import Put
 
 #: How long a put waits for readers of old snapshots before it is refused.
 READER_PATIENCE_S = 2.0
+#: A run of this much that is in the page cache is read by the thread that asks (measured).
+_SMALL_RUN_BYTES = 256 << 10
 
 
 class SlabPayloads:
@@ -198,7 +200,13 @@ class SlabPayloads:
             return [_outcome(partial(self.load_page, txn, *want)) for want in wanted]
         outcomes: list[Exception | None] = [None] * len(wanted)
         failed: list[int] = []
-        self._reads.run([partial(self._load_run, wanted, run, failed) for run in runs])
+        here: list[range] = []
+        beside: list[range] = []
+        for run in runs:
+            (here if self._in_this_thread(wanted, run) else beside).append(run)
+        self._reads.run([partial(self._load_run, wanted, run, failed) for run in beside])
+        for run in here:
+            self._load_run(wanted, run, failed)
         for at in failed:
             outcomes[at] = _outcome(partial(self.load_page, txn, *wanted[at]))
         return outcomes
@@ -216,6 +224,12 @@ class SlabPayloads:
                 runs.append(range(at, at + 1))
                 slots = [] if slot is None else [slot]
         return runs
+
+    def _in_this_thread(self, wanted: Sequence[Wanted], run: range) -> bool:
+        """Whether handing a run to another thread costs more than reading it."""
+        slot = wanted[run.start][1].slot
+        small = len(run) * self._shape.page_bytes <= _SMALL_RUN_BYTES
+        return small and slot is not None and self.files.present(slot) and self.files.warm(slot)
 
     def _load_run(self, wanted: Sequence[Wanted], run: range, failed: list[int]) -> None:
         """Read and verify neighbours; those that are not right go to ``failed``."""
