@@ -24,10 +24,10 @@ from kvtier.errors import OffloadWarning
 from kvtier.identity import ModelIdentity
 from kvtier.layout import CodecName, LayerLayout, PageLayout
 from kvtier.store.store import TieredStore
-from kvtier.tiers.lmdb_file import piece_key
 from kvtier.tiers.lmdb_room import Room
 from kvtier.tiers.page_shape import PageShape
 from kvtier.tiers.payload import Payload
+from kvtier.tiers.record import piece_place
 from kvtier.tiers.slab_room import plan_slab
 
 LAYOUT = PageLayout([LayerLayout.attention(1, 4, "float32")] * 2, page_tokens=4)
@@ -222,7 +222,7 @@ def damage(store: TieredStore, key: bytes) -> bool:
             os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
         return True
     with disk._commits.lock, disk._file.writing() as txn:
-        at_piece = piece_key(key, 0)
+        at_piece = piece_place(disk._commits.records[key].sequence, 0)
         value = txn.get(at_piece, db=disk._file.pages)
         if value is None:
             return False

@@ -34,7 +34,7 @@ from kvtier.errors import (
 )
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.payload import Payload
-from kvtier.tiers.record import IndexEntry
+from kvtier.tiers.record import IndexEntry, piece_place, place_of
 from kvtier.tiers.slab import SlabPayloads
 
 DEADLINE_S = 20
@@ -314,24 +314,43 @@ def test_a_whole_page_is_verified_between_its_planes_too(tmp_path: Path) -> None
         tier.check()
 
 
-def raw_write(tier: DiskTier, change: Callable[[Any, Any, Any], None]) -> None:
+class Raw:
+    """The database in a transaction behind the tier's back."""
+
+    def __init__(self, tier: DiskTier, txn: Any) -> None:
+        self.txn, self.index, self.pages = txn, tier._file.index, tier._file.pages
+        self._records = tier._commits.records
+
+    def place(self, number: int) -> bytes:
+        """Where a page's index entry is."""
+        return self._records[key_of(number)].place
+
+    def piece(self, number: int) -> bytes:
+        """Where the first piece of its payload is, if it is in the database."""
+        return piece_place(self._records[key_of(number)].sequence, 0)
+
+    def entry(self, number: int) -> bytes:
+        return bytes(self.txn.get(self.place(number), db=self.index))
+
+
+def raw_write(tier: DiskTier, change: Callable[[Raw], None]) -> None:
     """Change the database behind the tier's back."""
     tier.flush()
     with tier._file.writing() as txn:
-        change(txn, tier._file.index, tier._file.pages)
+        change(Raw(tier, txn))
 
 
 def test_every_byte_of_an_index_entry_counts(tmp_path: Path) -> None:
     with open_tier(tmp_path) as tier:
         fill(tier, 2)
         with tier._file.reading() as txn:
-            length = len(txn.get(key_of(1), db=tier._file.index))
+            length = len(Raw(tier, txn).entry(1))
         for at in range(length):
 
-            def flip(txn: Any, index: Any, pages: Any, at: int = at) -> None:
-                raw = bytearray(txn.get(key_of(1), db=index))
-                raw[at] ^= 0x10
-                txn.put(key_of(1), bytes(raw), db=index)
+            def flip(raw: Raw, at: int = at) -> None:
+                entry = bytearray(raw.entry(1))
+                entry[at] ^= 0x10
+                raw.txn.put(raw.place(1), bytes(entry), db=raw.index)
 
             raw_write(tier, flip)
             assert not read(tier, 1)
@@ -342,8 +361,10 @@ def test_every_byte_of_an_index_entry_counts(tmp_path: Path) -> None:
         tier.check()
 
 
-def slots_of(txn: Any, index: Any, *numbers: int) -> list[int]:
-    found = [IndexEntry.decode(key_of(n), bytes(txn.get(key_of(n), db=index))) for n in numbers]
+def slots_of(tier: DiskTier, *numbers: int) -> list[int]:
+    with tier._file.reading() as txn:
+        raw = Raw(tier, txn)
+        found = [IndexEntry.decode(raw.place(n), raw.entry(n)) for n in numbers]
     assert all(entry.slot is not None for entry in found)
     return [entry.slot for entry in found if entry.slot is not None]
 
@@ -352,8 +373,7 @@ def swap_payloads(tier: DiskTier) -> None:
     if not isinstance(tier._payloads, SlabPayloads):
         raw_write(tier, swap_pieces)
         return
-    with tier._file.reading() as txn:
-        a, b = slots_of(txn, tier._file.index, 0, 4)
+    a, b = slots_of(tier, 0, 4)
     with open(tier.path / "pages-00000.slab", "r+b") as file:
         size = tier.info.slot_bytes
         first, second = (os.pread(file.fileno(), size, slot * size) for slot in (a, b))
@@ -361,36 +381,35 @@ def swap_payloads(tier: DiskTier) -> None:
         os.pwrite(file.fileno(), first, b * size)
 
 
-def swap_pieces(txn: Any, index: Any, pages: Any) -> None:
-    a, b = key_of(0) + b"\0\0", key_of(4) + b"\0\0"
-    first, second = txn.get(a, db=pages), txn.get(b, db=pages)
-    txn.put(a, second, db=pages)
-    txn.put(b, first, db=pages)
+def swap_pieces(raw: Raw) -> None:
+    a, b = raw.piece(0), raw.piece(4)
+    first, second = raw.txn.get(a, db=raw.pages), raw.txn.get(b, db=raw.pages)
+    raw.txn.put(a, second, db=raw.pages)
+    raw.txn.put(b, first, db=raw.pages)
 
 
-def swap_entries(txn: Any, index: Any, pages: Any) -> None:
-    first, second = txn.get(key_of(0), db=index), txn.get(key_of(4), db=index)
-    txn.put(key_of(0), second, db=index)
-    txn.put(key_of(4), first, db=index)
+def swap_entries(raw: Raw) -> None:
+    first, second = raw.entry(0), raw.entry(4)
+    raw.txn.put(raw.place(0), second, db=raw.index)
+    raw.txn.put(raw.place(4), first, db=raw.index)
 
 
-def truncate(txn: Any, index: Any, pages: Any) -> None:
+def truncate(raw: Raw) -> None:
     for number in (0, 4):
-        key = key_of(number) + b"\0\0"
-        txn.put(key, txn.get(key, db=pages)[:-1], db=pages)
+        key = raw.piece(number)
+        raw.txn.put(key, raw.txn.get(key, db=raw.pages)[:-1], db=raw.pages)
 
 
-def lose_payload(txn: Any, index: Any, pages: Any) -> None:
+def lose_payload(raw: Raw) -> None:
     for number in (0, 4):
-        txn.delete(key_of(number) + b"\0\0", db=pages)
+        raw.txn.delete(raw.piece(number), db=raw.pages)
 
 
 def cut_payloads(tier: DiskTier) -> None:
     if not isinstance(tier._payloads, SlabPayloads):
         raw_write(tier, truncate)
         return
-    with tier._file.reading() as txn:
-        a, b = slots_of(txn, tier._file.index, 0, 4)
+    a, b = slots_of(tier, 0, 4)
     with open(tier.path / "pages-00000.slab", "r+b") as file:
         for slot in (a, b):
             os.pwrite(file.fileno(), bytes(100), slot * tier.info.slot_bytes + PAGE_BYTES - 100)
@@ -400,28 +419,48 @@ def lose_payloads(tier: DiskTier) -> None:
     if not isinstance(tier._payloads, SlabPayloads):
         raw_write(tier, lose_payload)
         return
-    with tier._file.reading() as txn:
-        a, b = slots_of(txn, tier._file.index, 0, 4)
+    a, b = slots_of(tier, 0, 4)
     with open(tier.path / "pages-00000.slab", "r+b") as file:
         for slot in (a, b):
             os.pwrite(file.fileno(), bytes(tier.info.slot_bytes), slot * tier.info.slot_bytes)
 
 
-def lose_entry(txn: Any, index: Any, pages: Any) -> None:
+def lose_entry(raw: Raw) -> None:
     for number in (0, 4):
-        txn.delete(key_of(number), db=index)
+        raw.txn.delete(raw.place(number), db=raw.index)
 
 
-def change_entries(change: Callable[[Any, Any, Any], None]) -> Callable[[DiskTier], None]:
+def move_entries(raw: Raw) -> None:
+    """Whole and sealed, but under the numbers of other puts."""
+    for number in (0, 4):
+        raw.txn.put(place_of(1000 + number), raw.entry(number), db=raw.index)
+        raw.txn.delete(raw.place(number), db=raw.index)
+
+
+def replace_entries(raw: Raw) -> None:
+    """Each of the two pages has the entry of a third one."""
+    for number in (0, 4):
+        raw.txn.put(raw.place(number), raw.entry(8), db=raw.index)
+
+
+def change_entries(change: Callable[[Raw], None]) -> Callable[[DiskTier], None]:
     return lambda tier: raw_write(tier, change)
 
 
-LOSE_ENTRY = change_entries(lose_entry)
+LOSE_ENTRY, MOVE_ENTRY = change_entries(lose_entry), change_entries(move_entries)
 
 
 @pytest.mark.parametrize(
     "change",
-    [swap_payloads, change_entries(swap_entries), cut_payloads, lose_payloads, LOSE_ENTRY],
+    [
+        swap_payloads,
+        change_entries(swap_entries),
+        change_entries(replace_entries),
+        cut_payloads,
+        lose_payloads,
+        LOSE_ENTRY,
+        MOVE_ENTRY,
+    ],
 )
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_changed_folder_gives_misses(
@@ -440,7 +479,7 @@ def test_a_changed_folder_gives_misses(
     fill(tier, 1, first=0)
     fill(tier, 1, first=4)
     assert all(read(tier, n) for n in (0, 4, 8))
-    if restart or change is not LOSE_ENTRY:
+    if restart or change not in (LOSE_ENTRY, MOVE_ENTRY):
         tier.check()
     tier.close()
 
@@ -459,7 +498,7 @@ def test_a_report_of_damage_does_not_hide_a_page_that_was_stored_since(
 ) -> None:
     with open_tier(tmp_path) as tier:
         fill(tier, 1)
-        raw_write(tier, lambda txn, index, pages: txn.put(key_of(0), b"nonsense", db=index))
+        raw_write(tier, lambda raw: raw.txn.put(raw.place(0), b"nonsense", db=raw.index))
         with stalled(tier, monkeypatch):
             again = put(tier, 0)  # queued before the damage is noticed
             assert not read(tier, 0)
@@ -483,7 +522,7 @@ def test_a_folder_of_another_layout_is_refused_and_left_alone(tmp_path: Path) ->
 def test_damaged_entries_are_dropped_at_open(tmp_path: Path) -> None:
     with open_tier(tmp_path) as tier:
         fill(tier, 4)
-        raw_write(tier, lambda txn, index, pages: txn.put(key_of(2), b"nonsense", db=index))
+        raw_write(tier, lambda raw: raw.txn.put(raw.place(2), b"nonsense", db=raw.index))
     with open_tier(tmp_path) as tier:
         opened = tier.stats().opened
         assert (opened.kept, opened.damaged, opened.orphans) == (2, 1, 1)
@@ -536,7 +575,7 @@ def test_another_storage_version_is_refused_with_the_remedy(tmp_path: Path) -> N
             raw = txn.get(b"kvtier")
             body = raw[:8] + (99).to_bytes(4, "little")
             txn.put(b"kvtier", body + xxhash.xxh3_64_digest(body))
-    with pytest.raises(DiskError, match=r"version 99.*reads 2.*delete"):
+    with pytest.raises(DiskError, match=r"version 99.*reads 3.*delete"):
         open_tier(tmp_path)
 
 

@@ -14,18 +14,29 @@ from kvtier.errors import ConfigError, LayoutError
 from kvtier.tiers.lmdb_room import Room
 from kvtier.tiers.page_shape import PIECE_BYTES, PageCheck, PageShape, plane_sum
 from kvtier.tiers.page_tree import oldest_first, usable, victims, with_followers
-from kvtier.tiers.record import NO_SLOT, DiskRecord, IndexEntry, RecordError, entry_bytes
+from kvtier.tiers.record import (
+    NO_SLOT,
+    DiskRecord,
+    IndexEntry,
+    RecordError,
+    entry_bytes,
+    key_at,
+    place_of,
+)
 from kvtier.tiers.slab_room import plan_slab
 from kvtier.tiers.slab_slots import SlotAllocator
 from kvtier.tiers.usage import UsageBook, Use
 
 KEY = b"k" * 32
-ENTRY = IndexEntry(b"p" * 32, 7, b"identity", b"layout", True, 1000, 42, 1_700_000_000, (1, 2, 3))
+ENTRY = IndexEntry(
+    KEY, b"p" * 32, 7, b"identity", b"layout", True, 1000, 42, 1_700_000_000, (1, 2, 3)
+)
 
 digests = st.binary(min_size=1, max_size=32)
 u64 = st.integers(0, 2**64 - 1)
 entries = st.builds(
     IndexEntry,
+    key=digests,
     parent=st.none() | digests,
     depth=st.integers(0, 2**32 - 1),
     identity=digests,
@@ -39,48 +50,65 @@ entries = st.builds(
 )
 
 
-@given(digests, entries)
-def test_an_entry_comes_back_as_it_was(key: bytes, entry: IndexEntry) -> None:
-    raw = entry.encode(key)
-    assert IndexEntry.decode(key, raw) == entry
+@given(entries)
+def test_an_entry_comes_back_as_it_was(entry: IndexEntry) -> None:
+    raw = entry.encode()
+    assert IndexEntry.decode(entry.place, raw) == entry
+    assert key_at(entry.place, raw) == entry.key
     assert len(raw) <= entry_bytes(len(entry.sums))
 
 
-@given(digests, entries, st.data())
-def test_any_altered_byte_is_noticed(key: bytes, entry: IndexEntry, data: st.DataObject) -> None:
-    raw = bytearray(entry.encode(key))
+@given(entries, st.data())
+def test_any_altered_byte_is_noticed(entry: IndexEntry, data: st.DataObject) -> None:
+    raw = bytearray(entry.encode())
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RecordError):
-        IndexEntry.decode(key, bytes(raw))
+        IndexEntry.decode(entry.place, bytes(raw))
+    assert key_at(entry.place, bytes(raw)) is None
 
 
 def test_any_other_length_is_noticed() -> None:
-    raw = ENTRY.encode(KEY)
-    for stop in range(len(raw)):
+    raw = ENTRY.encode()
+    for wrong in (*(raw[:stop] for stop in range(len(raw))), raw + b"\0"):
         with pytest.raises(RecordError):
-            IndexEntry.decode(KEY, raw[:stop])
-    with pytest.raises(RecordError):
-        IndexEntry.decode(KEY, raw + b"\0")
+            IndexEntry.decode(ENTRY.place, wrong)
+        assert key_at(ENTRY.place, wrong) is None
 
 
-def test_an_entry_belongs_to_its_key() -> None:
-    with pytest.raises(RecordError, match="checksum"):
-        IndexEntry.decode(b"K" * 32, ENTRY.encode(KEY))
-    # The key's length is sealed too: bytes cannot slide between key and entry.
-    with pytest.raises(RecordError):
-        IndexEntry.decode(KEY[:-1], ENTRY.encode(KEY))
+@given(entries, u64)
+def test_an_entry_belongs_in_its_place(entry: IndexEntry, sequence: int) -> None:
+    raw = entry.encode()
+    for place in (place_of(sequence), b"", entry.place[:-1], entry.place + b"\0"):
+        if place != entry.place:
+            with pytest.raises(RecordError, match="place of another"):
+                IndexEntry.decode(place, raw)
+            assert key_at(place, raw) is None
+
+
+@given(u64, u64)
+def test_places_are_in_the_order_of_the_puts(one: int, other: int) -> None:
+    assert (place_of(one) < place_of(other)) == (one < other)
+
+
+def test_the_lengths_of_the_keys_are_sealed() -> None:
+    """Bytes cannot slide from one field into the next."""
+    slid = dataclasses.replace(ENTRY, key=KEY + b"p", parent=b"p" * 31)
+    assert len(slid.encode()) == len(ENTRY.encode())
+    assert slid.encode()[-16:] != ENTRY.encode()[-16:]
+    assert IndexEntry.decode(slid.place, slid.encode()) == slid
 
 
 def test_another_version_is_named() -> None:
-    raw = bytearray(ENTRY.encode(KEY))
-    raw[4] += 1
-    with pytest.raises(RecordError, match="version 3"):
-        IndexEntry.decode(KEY, bytes(raw))
+    for version in (2, 4):
+        raw = bytearray(ENTRY.encode())
+        raw[4] = version
+        with pytest.raises(RecordError, match=f"has version {version}, this is version 3"):
+            IndexEntry.decode(ENTRY.place, bytes(raw))
 
 
 def test_no_parent_differs_from_an_empty_one() -> None:
     root = dataclasses.replace(ENTRY, parent=None)
-    assert IndexEntry.decode(KEY, root.encode(KEY)).parent is None
+    assert IndexEntry.decode(root.place, root.encode()).parent is None
 
 
 @st.composite
@@ -209,6 +237,7 @@ def slab_bytes(shape: PageShape, capacity: int, batch_bytes: int) -> int:
 
 @settings(max_examples=400)
 @example(PageShape(4096, [(0, 4096)]), 264 << 20, 464 << 20, 16 << 20)
+@example(PageShape(4096, [(0, 4096)]), (64 << 20) - 1, 1, 1 << 20)
 @given(
     page_shapes,
     capacities,

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import lmdb
 
-from kvtier.errors import ConfigError, KvtierError, TierFullError
+from kvtier.errors import ConfigError, DeadlineExceededError, KvtierError, TierFullError
+from kvtier.tiers.commit_group import Group, Staged, WriteCounts, recount
 from kvtier.tiers.lmdb_file import LmdbFile, disk_error
+from kvtier.tiers.lmdb_packing import Packer
 from kvtier.tiers.lmdb_room import Room
+from kvtier.tiers.lmdb_spare import require_spare
 from kvtier.tiers.payload import Following, Payloads
-from kvtier.tiers.record import DiskRecord, IndexEntry
+from kvtier.tiers.record import DiskRecord, IndexEntry, place_of
 from kvtier.tiers.usage import UsageBook
 from kvtier.tiers.writer import Delete, Discard, Look, Note, Op, Put, Sync
 from kvtier.units import format_size
@@ -30,63 +31,6 @@ RELAXED_COMMITS = 32
 RELAXED_SECONDS = 1.0
 #: Uses that were not saved by then are saved when there is nothing else to do.
 _SAVE_USES_S = 5.0
-
-
-@dataclass
-class WriteCounts:
-    """What was committed, and what was not."""
-
-    puts: int = 0
-    deletes: int = 0
-    bytes_written: int = 0
-    commits: int = 0
-    commit_errors: int = 0
-    map_full: int = 0
-
-
-class _Group:
-    """The books as they will be once the running transaction commits."""
-
-    def __init__(self, records: Mapping[bytes, DiskRecord], live_bytes: int) -> None:
-        self._records = records
-        self.changes: dict[bytes, DiskRecord | None] = {}
-        self.live_bytes = live_bytes
-        self.freed: list[int] = []
-        self.puts = self.deletes = self.bytes = 0
-
-    def get(self, key: bytes) -> DiskRecord | None:
-        return self.changes[key] if key in self.changes else self._records.get(key)
-
-    def set(self, key: bytes, record: DiskRecord | None) -> None:
-        old = self.get(key)
-        self.live_bytes += (record.stored_bytes if record else 0) - (old.stored_bytes if old else 0)
-        if old is not None and old.slot is not None:
-            self.freed.append(old.slot)
-        self.changes[key] = record
-
-
-class _Staged:
-    """Payloads of a group that are in slots which no transaction names yet."""
-
-    def __init__(self, puts: Sequence[Put], outcomes: Sequence[int | Exception | None]) -> None:
-        self._outcomes = {id(put): out for put, out in zip(puts, outcomes, strict=True)}
-
-    def error(self, put: Put) -> Exception | None:
-        out = self._outcomes.get(id(put))
-        return out if isinstance(out, Exception) else None
-
-    def slot(self, put: Put) -> int | None:
-        out = self._outcomes[id(put)]
-        assert not isinstance(out, Exception)
-        return out
-
-    def named(self, puts: Sequence[Put]) -> None:
-        """A transaction that names the slots of ``puts`` holds."""
-        for put in puts:
-            self._outcomes.pop(id(put), None)
-
-    def left(self) -> list[int]:
-        return [out for out in self._outcomes.values() if isinstance(out, int)]
 
 
 class Committer:
@@ -124,6 +68,12 @@ class Committer:
         self.live_bytes = sum(record.stored_bytes for record in records.values())
         self.counts = WriteCounts()
         self.lock = threading.Lock()
+        self._packer = Packer(file, room)
+        #: The last put in the books, and whether the transaction that was begun last failed.
+        self._last_put = max(
+            file.last_put(), max((record.sequence for record in records.values()), default=0)
+        )
+        self._failed = False
         self._unsynced = 0
         self._synced_at = time.monotonic()
 
@@ -136,7 +86,7 @@ class Committer:
             One outcome a change: ``None``, TierFullError, or DiskError. A group that cannot be
             committed changes nothing, and the next one is tried afresh.
         """
-        staged = _Staged([], [])
+        staged = Staged([], [])
         try:
             if not self._file.is_open:
                 self._file.reopen(self._timeout_s)
@@ -146,7 +96,7 @@ class Committer:
                 for op, error in zip(batch, refused, strict=True)
                 if isinstance(op, Put) and error is None
             ]
-            staged = _Staged(puts, self._payloads.stage(puts))
+            staged = Staged(puts, self._payloads.stage(puts))
             if self._durable and puts:
                 self._payloads.sync()
             self._payloads.stage_ahead(self._following)
@@ -167,6 +117,7 @@ class Committer:
             for at, op in enumerate(batch):
                 if isinstance(op, Sync | Look) and outcomes[at] is None:
                     outcomes[at] = disk_error(error, "syncing", self._file.path)
+        self._pack()
         return [self._clear(outcome) for outcome in outcomes]
 
     def _revive(self) -> None:
@@ -178,6 +129,13 @@ class Committer:
             except lmdb.PanicError:
                 self._file.reopen(self._timeout_s)
 
+    def _pack(self) -> None:
+        try:
+            self._packer.pack()
+        except (lmdb.Error, OSError, KvtierError):
+            self.counts.commit_errors += 1
+            self._revive()
+
     def _clear(self, outcome: Exception | None) -> Exception | None:
         if isinstance(outcome, OSError) and not isinstance(outcome, KvtierError):
             self.counts.commit_errors += 1
@@ -186,10 +144,10 @@ class Committer:
 
     def _refuse(self, batch: list[Op]) -> list[Exception | None]:
         """What the limits do not let in, as if everything else succeeded."""
-        group = _Group(self.records, self.live_bytes)
+        group = Group(self.records, self.live_bytes)
         return [self._plan(group, op) for op in batch]
 
-    def _plan(self, group: _Group, op: Op) -> Exception | None:
+    def _plan(self, group: Group, op: Op) -> Exception | None:
         if isinstance(op, Put):
             stored = self._room.page_stored_bytes
             over = group.live_bytes + stored > self._room.live_capacity_bytes
@@ -222,7 +180,7 @@ class Committer:
         )
 
     def _commit(
-        self, batch: list[Op], refused: list[Exception | None], staged: _Staged
+        self, batch: list[Op], refused: list[Exception | None], staged: Staged
     ) -> list[Exception | None]:
         outcomes = list(refused)
         for at, op in enumerate(batch):
@@ -242,7 +200,7 @@ class Committer:
             self._transaction(todo, staged)
         return outcomes
 
-    def _squeeze(self, op: Op, staged: _Staged) -> Exception | None:
+    def _squeeze(self, op: Op, staged: Staged) -> Exception | None:
         """One change by itself, after the pages freed so far were made usable."""
         for last in (False, True):
             try:
@@ -268,9 +226,12 @@ class Committer:
 
     # ------------------------------------------------------------------ one transaction
 
-    def _transaction(self, batch: list[Op], staged: _Staged) -> None:
-        group = _Group(self.records, self.live_bytes)
+    def _transaction(self, batch: list[Op], staged: Staged) -> None:
+        group = Group(self.records, self.live_bytes)
+        failed, self._failed = self._failed, True
         with self._file.writing() as txn:
+            if failed:
+                self._remove_behind(txn)
             for op in batch:
                 if isinstance(op, Put):
                     self._put(txn, group, op, staged.slot(op))
@@ -278,17 +239,33 @@ class Committer:
                     for key in op.keys:
                         self._delete(txn, group, key)
                 elif isinstance(op, Discard):
-                    if txn.get(op.key, db=self._file.index) == op.seen:
+                    record = group.get(op.key)
+                    if record is not None and (
+                        txn.get(record.place, db=self._file.index) == op.seen
+                    ):
                         self._delete(txn, group, op.key)
                 elif isinstance(op, Note):
                     self._file.set_note(txn, op.name, op.text)
+            if group.puts:
+                self._file.set_last_put(txn, group.last_put)
+                require_spare(self._file, txn)
+        self._failed = False
         staged.named([op for op in batch if isinstance(op, Put)])
         self._close_books(group)
         self.hidden.difference_update(op.key for op in batch if isinstance(op, Discard))
 
-    def _put(self, txn: lmdb.Transaction, group: _Group, op: Put, slot: int | None) -> None:
+    def _remove_behind(self, txn: lmdb.Transaction) -> None:
+        """Remove what is not in the books: a transaction whose commit failed may still be in the
+        file.
+        """
+        cursor = txn.cursor(db=self._file.index)
+        while cursor.set_range(place_of(self._last_put + 1)):
+            self._file.remove(txn, bytes(cursor.key()))
+
+    def _put(self, txn: lmdb.Transaction, group: Group, op: Put, slot: int | None) -> None:
         shape = self._room.shape
         entry = IndexEntry(
+            key=op.key,
             parent=op.parent,
             depth=op.depth,
             identity=op.identity,
@@ -300,22 +277,28 @@ class Committer:
             sums=shape.checksums(op.key, op.data) if op.sums is None else op.sums.result(),
             slot=slot,
         )
-        txn.put(op.key, entry.encode(op.key), db=self._file.index)
-        txn.delete(op.key, db=self._file.use)
-        self._payloads.store(txn, op)
-        group.set(op.key, entry.record(op.key, self._room.page_stored_bytes))
+        self._remove(txn, group.get(op.key))
+        self._file.append(txn, self._file.index, entry.place, entry.encode())
+        self._payloads.store(txn, op, entry.sequence)
+        group.set(op.key, entry.record(self._room.page_stored_bytes))
         group.puts += 1
         group.bytes += shape.page_bytes
+        group.last_put = entry.sequence
 
-    def _delete(self, txn: lmdb.Transaction, group: _Group, key: bytes) -> None:
-        if group.get(key) is not None:
-            txn.delete(key, db=self._file.index)
-            txn.delete(key, db=self._file.use)
-            self._payloads.remove(txn, key)
+    def _delete(self, txn: lmdb.Transaction, group: Group, key: bytes) -> None:
+        record = group.get(key)
+        if record is not None:
+            self._remove(txn, record)
             group.set(key, None)
             group.deletes += 1
 
-    def _close_books(self, group: _Group) -> None:
+    def _remove(self, txn: lmdb.Transaction, record: DiskRecord | None) -> None:
+        if record is not None:
+            txn.delete(record.place, db=self._file.index)
+            txn.delete(record.place, db=self._file.use)
+            self._payloads.remove(txn, record)
+
+    def _close_books(self, group: Group) -> None:
         for key, record in group.changes.items():
             self.hidden.discard(key)
             self.usage.forget(key)
@@ -324,6 +307,7 @@ class Committer:
             else:
                 self.records[key] = record
         self.live_bytes = group.live_bytes
+        self._last_put = max(self._last_put, group.last_put)
         self._payloads.committed(self._file.last_txn, group.freed)
         self.counts.puts += group.puts
         self.counts.deletes += group.deletes
@@ -361,7 +345,7 @@ class Committer:
         while self.usage.unsaved:
             try:
                 with self._file.writing() as txn:
-                    part = self.usage.save(txn, self._file.use, self._room.batch_uses)
+                    part = self.usage.save(txn, self._file.use, self._room.batch_uses, self.records)
             except lmdb.MapFullError:
                 return
             self.usage.saved(part)
@@ -384,6 +368,23 @@ class Committer:
         """Whether a committed page is there and nobody found it damaged."""
         return key in self.records and key not in self.hidden
 
+    def place(self, key: bytes) -> bytes | None:
+        """Where the index entry of a page is, if ``shows``."""
+        record = self.records.get(key)
+        return None if record is None or key in self.hidden else record.place
+
+    def wait(self, timeout_s: float) -> None:
+        """Take ``lock``: the database and the books are the same until it is released.
+
+        Raises:
+            DeadlineExceededError: a commit takes longer than ``timeout_s``.
+        """
+        if not self.lock.acquire(timeout=timeout_s):
+            raise DeadlineExceededError(
+                f"a commit to {self._file.folder} has not ended within {timeout_s:.1f} s; the disk "
+                "may hang"
+            )
+
     def hide(self, key: bytes) -> None:
         """Do not show a page any more; until it is put again or a ``Discard`` has settled what it
         is.
@@ -395,22 +396,14 @@ class Committer:
         """Recount the books from the folder; AssertionError if they differ. The writer must be
         idle.
         """
-        room = self._room
         with self.lock, self._file.reading() as txn:
-            found: dict[bytes, DiskRecord] = {}
-            for key_view, raw in txn.cursor(db=self._file.index):
-                key = bytes(key_view)
-                found[key] = IndexEntry.decode(key, bytes(raw)).record(key, room.page_stored_bytes)
+            found = recount(txn, self._file, self._room)
             assert found == self.records, "the records in memory differ from the index"
-            used = {
-                bytes(key)
-                for key in txn.cursor(db=self._file.use).iternext(keys=True, values=False)
-            }
-            assert used <= set(found), "the last use of a page that is not stored"
+            self._packer.check(txn)
             self._payloads.check(txn, found)
         live = sum(record.stored_bytes for record in found.values())
         assert self.live_bytes == live, f"live_bytes is {self.live_bytes}, recounted {live}"
-        assert live <= room.live_capacity_bytes, (
-            f"{live} bytes live, the limit is {room.live_capacity_bytes}"
+        assert live <= self._room.live_capacity_bytes, (
+            f"{live} bytes live, the limit is {self._room.live_capacity_bytes}"
         )
         assert self.hidden <= set(found), "a page that is not stored is marked as damaged"

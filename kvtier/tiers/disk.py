@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import lmdb
 
 from kvtier.errors import ClosedError, ConfigError, DeadlineExceededError
 from kvtier.tiers.commit import Committer
@@ -393,8 +395,22 @@ class DiskTier(DiskTools):
 
     # ------------------------------------------------------------------ inside
 
-    def _shows(self, key: bytes) -> bool:
-        return self._commits.shows(key)
+    @contextmanager
+    def _look(
+        self, keys: Sequence[bytes], settled: bool
+    ) -> Iterator[tuple[lmdb.Transaction, Sequence[bytes | None]]]:
+        # The lock comes before the snapshot: who waits for it must not keep the database from being
+        # reopened.
+        with ExitStack() as ending:
+            if settled:
+                self._commits.wait(self._timeout_s)
+            try:
+                places = [self._commits.place(key) for key in keys]
+                txn = ending.enter_context(self._file.reading())
+            finally:
+                if settled:
+                    self._commits.lock.release()
+            yield txn, places
 
     def _damaged(self, key: bytes, seen: bytes, reason: str) -> None:
         self._commits.hide(key)

@@ -80,14 +80,14 @@ def _move_slots(
     payloads.sync()
     with file.writing() as txn:
         for (record, _), slot in zip(pages, targets, strict=True):
-            raw = txn.get(record.key, db=file.index)
+            raw = txn.get(record.place, db=file.index)
             assert raw is not None
-            entry = replace(IndexEntry.decode(record.key, bytes(raw)), slot=slot)
-            txn.put(record.key, entry.encode(record.key), db=file.index)
+            entry = replace(IndexEntry.decode(record.place, bytes(raw)), slot=slot)
+            txn.put(record.place, entry.encode(), db=file.index)
     for (record, _), slot in zip(pages, targets, strict=True):
         records[record.key] = record._replace(slot=slot)
     gone = with_followers(records, lost)
-    remove(file, gone[::-1], room.batch_deletes)
+    remove(file, [records[key].place for key in gone[::-1]], room.batch_deletes)
     for key in gone:
         del records[key]
 

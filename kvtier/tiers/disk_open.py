@@ -17,7 +17,7 @@ import lmdb
 from kvtier.errors import ConfigError, DiskError
 from kvtier.tiers.aligned import round_up
 from kvtier.tiers.disk_fit import fit_file, fit_slots
-from kvtier.tiers.disk_sort import choose, remove, remove_strays, usage_of
+from kvtier.tiers.disk_sort import choose, remove, remove_strays
 from kvtier.tiers.disk_wish import OpenReport, Wish
 from kvtier.tiers.folder_info import NOTE, FolderInfo, read_info
 from kvtier.tiers.folder_lock import FolderLock
@@ -144,14 +144,15 @@ class _Opening:
         try:
             stored = read_info(file)
             with file.reading() as txn:
-                found = {bytes(key): bytes(raw) for key, raw in txn.cursor(db=file.index)}
-                uses = {bytes(key): bytes(raw) for key, raw in txn.cursor(db=file.use)}
+                found = {bytes(place): bytes(raw) for place, raw in txn.cursor(db=file.index)}
+                uses = {bytes(place): bytes(raw) for place, raw in txn.cursor(db=file.use)}
             info = self._agree(stored, found)
             room = self._plan(info)
             if info.payload == "slab":
                 self.slabs = self._slab_files(info)
-            usage = usage_of(found, uses)
-            records, report, drop = choose(found, room, usage, wish, self.slabs)
+            records, usage, report, drop = choose(
+                found, uses, room, wish, slabs=self.slabs, last_put=file.last_put()
+            )
             remove(file, drop, room.batch_deletes)
             remove_strays(file, records, room)
         except (*DAMAGE, lmdb.BadTxnError) as error:

@@ -8,10 +8,12 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lmdb
 import numpy as np
 
 from kvtier.errors import DiskError, LayoutError
@@ -90,15 +92,17 @@ class DiskPages(ABC):
             payloads,
             shape,
             info.layout_digest,
-            shows=self._shows,
+            look=self._look,
             on_damage=self._damaged,
         )
 
     # ------------------------------------------------------------------ what differs
 
     @abstractmethod
-    def _shows(self, key: bytes) -> bool:
-        """Whether a key is worth a look into the index."""
+    def _look(
+        self, keys: Sequence[bytes], settled: bool
+    ) -> AbstractContextManager[tuple[lmdb.Transaction, Sequence[bytes | None]]]:
+        """A snapshot, and where in it the entries of pages are; see ``disk_reads.Look``."""
 
     @abstractmethod
     def _damaged(self, key: bytes, seen: bytes, reason: str) -> None:
@@ -187,6 +191,8 @@ class DiskPages(ABC):
 
         Raises:
             DiskError: the system refuses to read; the page may still be good.
+            DeadlineExceededError: the page is being replaced, and that takes longer than the tier's
+                ``timeout_s``.
             LayoutError, ClosedError.
         """
         return self.read_pages([key], [out])[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,7 @@ from kvtier.tiers.folder_info import FolderInfo, require_info, require_store
 from kvtier.tiers.folder_lock import writer_of
 from kvtier.tiers.inline import InlinePayloads
 from kvtier.tiers.io_pool import IoPool
+from kvtier.tiers.key_map import KeyMap
 from kvtier.tiers.lmdb_file import DATA, FileDamagedError, LmdbFile
 from kvtier.tiers.lmdb_pages import tree_problems
 from kvtier.tiers.page_shape import PageShape
@@ -60,6 +62,7 @@ class DiskReader(DiskPages):
         except BaseException:
             file.close(0.0)
             raise
+        self._map = KeyMap(file)
         super().__init__(file, payloads, shape, info)
 
     def __len__(self) -> int:
@@ -72,8 +75,10 @@ class DiskReader(DiskPages):
         """Whether a committed page is there now."""
         self._require_open()
         self._follow()
-        with self._file.reading() as txn:
-            return isinstance(key, bytes) and txn.get(key, db=self._file.index) is not None
+        if not isinstance(key, bytes):
+            return False
+        with self._look([key], True) as (_, (place,)):
+            return place is not None
 
     def read_pages(self, keys: Sequence[bytes], outs: Sequence[Bytes]) -> list[bool]:
         """As ``DiskTier.read_pages``."""
@@ -133,8 +138,16 @@ class DiskReader(DiskPages):
         except lmdb.MapResizedError:
             self._file.follow_size(self._timeout_s)
 
-    def _shows(self, key: bytes) -> bool:
-        return True
+    @contextmanager
+    def _look(
+        self, keys: Sequence[bytes], settled: bool
+    ) -> Iterator[tuple[lmdb.Transaction, Sequence[bytes | None]]]:
+        with ExitStack() as ending:
+            with self._map.lock:
+                txn = ending.enter_context(self._file.reading())
+                self._map.follow(txn)
+                places = [self._map.place(txn, key) for key in keys]
+            yield txn, places
 
     def _damaged(self, key: bytes, seen: bytes, reason: str) -> None:
         pass
@@ -144,30 +157,26 @@ class DiskReader(DiskPages):
 
     def _still_stored(self, key: bytes, record: DiskRecord) -> bool:
         with self._file.reading() as txn:
-            raw = txn.get(key, db=self._file.index)
-            if raw is None:
-                return False
-            try:
-                return IndexEntry.decode(key, bytes(raw)).sequence == record.sequence
-            except RecordError:
-                return True
+            return txn.get(record.place, db=self._file.index) is not None
 
     def _snapshot(self) -> tuple[dict[bytes, DiskRecord], UsageBook]:
         self._follow()
         records: dict[bytes, DiskRecord] = {}
+        uses: dict[bytes, Use] = {}
         stored = self._info.slot_bytes or self._info.page_bytes
         with self._file.reading() as txn:
-            for key_view, raw in txn.cursor(db=self._file.index):
-                key = bytes(key_view)
+            raw_uses = {bytes(place): bytes(raw) for place, raw in txn.cursor(db=self._file.use)}
+            for place_view, raw in txn.cursor(db=self._file.index):
+                place = bytes(place_view)
                 try:
-                    records[key] = IndexEntry.decode(key, bytes(raw)).record(key, stored)
+                    record = IndexEntry.decode(place, bytes(raw)).record(stored)
                 except RecordError:
                     continue
-            uses = {
-                bytes(key): Use.decode(bytes(key), bytes(raw))
-                for key, raw in txn.cursor(db=self._file.use)
-            }
-        return records, UsageBook({key: use for key, use in uses.items() if use is not None})
+                records[record.key] = record
+                use = Use.decode(place, raw_uses.get(place, b""))
+                if use is not None:
+                    uses[record.key] = use
+        return records, UsageBook(uses)
 
     def _tree_problems(self) -> list[str]:
         return _tree_problems(self._file.folder)

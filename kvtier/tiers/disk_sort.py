@@ -8,47 +8,74 @@ from kvtier.tiers.disk_wish import OpenReport, Wish
 from kvtier.tiers.lmdb_file import LmdbFile
 from kvtier.tiers.lmdb_room import Room
 from kvtier.tiers.page_tree import oldest_first, usable, victims
-from kvtier.tiers.record import DiskRecord, IndexEntry, RecordError
+from kvtier.tiers.record import PLACE_BYTES, DiskRecord, IndexEntry, RecordError
 from kvtier.tiers.slab_file import SlabFiles
 from kvtier.tiers.usage import UsageBook, Use
 
 
-def usage_of(found: dict[bytes, bytes], raw: dict[bytes, bytes]) -> UsageBook:
-    """The uses of the pages in an index, as stored."""
-    uses = {key: Use.decode(key, text) for key, text in raw.items() if key in found}
-    return UsageBook({key: use for key, use in uses.items() if use is not None})
-
-
 def choose(
-    found: dict[bytes, bytes], room: Room, usage: UsageBook, wish: Wish, slabs: SlabFiles | None
-) -> tuple[dict[bytes, DiskRecord], OpenReport, list[bytes]]:
-    """What to keep and what to remove of the index that was found."""
-    damaged = ephemeral = sequence = 0
+    found: dict[bytes, bytes],
+    uses: dict[bytes, bytes],
+    room: Room,
+    wish: Wish,
+    *,
+    slabs: SlabFiles | None,
+    last_put: int,
+) -> tuple[dict[bytes, DiskRecord], UsageBook, OpenReport, list[bytes]]:
+    """What to keep and what to remove of the index that was found.
+
+    Args:
+        found, uses: the tables ``index`` and ``use``, in their order.
+        last_put: number of the last put, as noted in the folder.
+
+    Returns:
+        What stays, its uses, the report, and the places of what is to be removed.
+    """
+    damaged = ephemeral = 0
     good: list[DiskRecord] = []
     shared: dict[bytes, bytes] = {}
     taken: set[int] = set()
-    for key, raw in found.items():
+    keys: set[bytes] = set()
+    # The newest first: of two entries for one page or one slot, which only damage leaves, it stays.
+    for place, raw in reversed(found.items()):
         try:
-            entry = IndexEntry.decode(key, raw)
-            sequence = max(sequence, entry.sequence)
+            entry = IndexEntry.decode(place, raw)
+            last_put = max(last_put, entry.sequence)
+            if entry.key in keys:
+                raise RecordError("the page was stored again since")
             _require_fit(entry, taken, wish, slabs)
         except RecordError:
             damaged += 1
             continue
+        keys.add(entry.key)
         if entry.ephemeral:
             ephemeral += 1
         else:
-            record = entry.record(key, room.page_stored_bytes)
+            record = entry.record(room.page_stored_bytes)
             identity = shared.setdefault(record.identity, record.identity)
             good.append(record._replace(identity=identity, layout=wish.layout))
-    usage.start_behind(sequence)
+    usage = _usage_of(good, uses)
+    usage.start_behind(last_put)
     kept = usable(good)
     orphans = len(good) - len(kept)
     evicted = _evict(kept, room.live_capacity_bytes, usage, wish)
     for key in evicted:
         kept.pop(key, None)
     report = OpenReport(len(kept), damaged, ephemeral, orphans, len(evicted))
-    return kept, report, [key for key in found if key not in kept]
+    places = {record.place for record in kept.values()}
+    drop = [place for place in {**found, **uses} if place not in places]
+    return kept, usage, report, drop
+
+
+def _usage_of(records: Sequence[DiskRecord], uses: dict[bytes, bytes]) -> UsageBook:
+    """The uses of pages, as stored."""
+    found: dict[bytes, Use] = {}
+    for record in records:
+        raw = uses.get(record.place)
+        use = None if raw is None else Use.decode(record.place, raw)
+        if use is not None:
+            found[record.key] = use
+    return UsageBook(found)
 
 
 def _require_fit(entry: IndexEntry, taken: set[int], wish: Wish, slabs: SlabFiles | None) -> None:
@@ -85,13 +112,13 @@ def _evict(
     return [*gone, *victims(whole, limit, usage.order)]
 
 
-def remove(file: LmdbFile, keys: list[bytes], at_once: int) -> None:
+def remove(file: LmdbFile, places: Sequence[bytes], at_once: int) -> None:
     """Remove pages, and make what they took free to use."""
-    for start in range(0, len(keys), at_once):
+    for start in range(0, len(places), at_once):
         with file.writing() as txn:
-            for key in keys[start : start + at_once]:
-                file.remove(txn, key)
-    if keys:
+            for place in places[start : start + at_once]:
+                file.remove(txn, place)
+    if places:
         file.tick()
         file.sync()
 
@@ -105,7 +132,8 @@ def remove_strays(file: LmdbFile, records: dict[bytes, DiskRecord], room: Room) 
         if txn.stat(file.pages)["entries"] == len(records) * pieces:
             return
         keys = [bytes(key) for key in txn.cursor(db=file.pages).iternext(keys=True, values=False)]
-    strays = [key for key in keys if key[:-2] not in records or room.slots]
+    places = {record.place for record in records.values()}
+    strays = [key for key in keys if key[:PLACE_BYTES] not in places or room.slots]
     for start in range(0, len(strays), room.batch_deletes):
         with file.writing() as txn:
             for key in strays[start : start + room.batch_deletes]:

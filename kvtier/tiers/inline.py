@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import lmdb
 import numpy as np
 
-from kvtier.tiers.lmdb_file import DAMAGE, LmdbFile, piece_key
+from kvtier.tiers.lmdb_file import DAMAGE, LmdbFile
 from kvtier.tiers.lmdb_room import overflow_pages
 from kvtier.tiers.page_shape import PageShape
 from kvtier.tiers.payload import Following, Payload, Wanted
-from kvtier.tiers.record import Bytes, DiskRecord, IndexEntry, RecordError
+from kvtier.tiers.record import (
+    PIECE_PLACE_BYTES,
+    Bytes,
+    DiskRecord,
+    IndexEntry,
+    RecordError,
+    piece_place,
+)
 from kvtier.tiers.writer import Put
 
 
@@ -32,13 +39,13 @@ class InlinePayloads:
     def stage_ahead(self, following: Following) -> None:
         pass
 
-    def store(self, txn: lmdb.Transaction, put: Put) -> None:
+    def store(self, txn: lmdb.Transaction, put: Put, sequence: int) -> None:
         for number, piece in enumerate(self._shape.pieces):
             part: Bytes = put.data[piece.offset : piece.stop]
-            txn.put(piece_key(put.key, number), part.data, db=self._file.pages)
+            self._file.append(txn, self._file.pages, piece_place(sequence, number), part.data)
 
-    def remove(self, txn: lmdb.Transaction, key: bytes) -> None:
-        self._file.remove_pieces(txn, key)
+    def remove(self, txn: lmdb.Transaction, record: DiskRecord) -> None:
+        self._file.remove_pieces(txn, record.place)
 
     def committed(self, txn_id: int, freed: Sequence[int]) -> None:
         pass
@@ -52,7 +59,7 @@ class InlinePayloads:
     def load_page(self, txn: lmdb.Transaction, key: bytes, entry: IndexEntry, out: Bytes) -> None:
         self._require_inline(entry)
         for number, piece in enumerate(self._shape.pieces):
-            self._load_piece(txn, key, number, 0, out[piece.offset : piece.stop])
+            self._load_piece(txn, entry, number, 0, out[piece.offset : piece.stop])
         self._shape.verify(key, entry.sums, out)
 
     def load_pages(
@@ -72,7 +79,7 @@ class InlinePayloads:
         for key, entry, out in wanted:
             try:
                 self._require_inline(entry)
-                self._load_piece(txn, key, number, offset, out)
+                self._load_piece(txn, entry, number, offset, out)
                 self._shape.verify_plane(key, entry.sums, plane, out)
                 yield None
             except (RecordError, *DAMAGE) as error:
@@ -84,11 +91,11 @@ class InlinePayloads:
             raise RecordError("index entry names a slot in a store without slabs")
 
     def _load_piece(
-        self, txn: lmdb.Transaction, key: bytes, number: int, offset: int, out: Bytes
+        self, txn: lmdb.Transaction, entry: IndexEntry, number: int, offset: int, out: Bytes
     ) -> None:
         """Copy bytes of a piece, from ``offset`` on, into ``out``. The copy is what gets verified,
         not the map, which may still change under a failing disk."""
-        value = txn.get(piece_key(key, number), db=self._file.pages)
+        value = txn.get(piece_place(entry.sequence, number), db=self._file.pages)
         want = self._shape.pieces[number].nbytes
         if value is None or len(value) != want:
             have = "no" if value is None else len(value)
@@ -101,13 +108,13 @@ class InlinePayloads:
         keys = {
             bytes(key) for key in txn.cursor(db=self._file.pages).iternext(keys=True, values=False)
         }
-        assert keys == {piece_key(key, i) for key in records for i in range(len(pieces))}, (
-            "pieces differ from the index"
-        )
-        own = sum(
-            overflow_pages(self._file.psize, piece.nbytes, len(key) + 2)
-            for key in records
-            for piece in pieces
+        assert keys == {
+            piece_place(record.sequence, i)
+            for record in records.values()
+            for i in range(len(pieces))
+        }, "pieces differ from the index"
+        own = len(records) * sum(
+            overflow_pages(self._file.psize, piece.nbytes, PIECE_PLACE_BYTES) for piece in pieces
         )
         assert pages["overflow_pages"] == own, "payload pages differ from the index"
         assert all(record.slot is None for record in records.values())

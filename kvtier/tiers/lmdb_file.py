@@ -1,10 +1,11 @@
 """One LMDB environment: its flags, its databases, and what its errors mean.
 
-Database ``index`` maps a page's key to its entry, ``pages`` maps the key and a piece number (2
-bytes, big-endian) to a piece of an inline payload, ``use`` maps the key to its last use, ``notes``
-holds sealed texts (the folder's geometry, descriptions of identities, the policy's state). What
-belongs together changes in one transaction. The main database holds the record that says who made
-the file, and in which version.
+Database ``index`` maps a page's place (the number of its put, 8 bytes, big-endian) to its entry,
+``pages`` maps the place and a piece number (2 bytes, big-endian) to a piece of an inline payload,
+``use`` maps the place to the page's last use, ``notes`` holds sealed texts (the folder's geometry,
+descriptions of identities, the policy's state). What belongs together changes in one transaction.
+The main database holds the record that says who made the file, and in which version, and the number
+of the last put.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from kvtier.units import format_size
 
 DATA = "data.mdb"
 LOCK_TABLE = "lock.mdb"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _META_KEY = b"kvtier"
 _TICK_KEY = b"tick"
+_LAST_KEY = b"last"
 _META = struct.Struct("<8sI")
 _META_MAGIC = b"kvtierdb"
 _MAX_READERS = 254
 _PIECE = struct.Struct(">H")
+_LAST = struct.Struct("<Q")
 
 #: What LMDB raises when the file itself is wrong, as opposed to the system refusing something.
 DAMAGE = (
@@ -100,6 +103,8 @@ class LmdbFile:
         self._read_only = read_only
         self._synced_txn = 0
         self._last_txn = 0
+        #: How often it was opened: another file may have taken the place of the one before.
+        self.opened = 0
         self._patience_s = patience_s
         self._gate = Gate(patience_s)
         self._env: lmdb.Environment | None = None
@@ -144,6 +149,7 @@ class LmdbFile:
                 raise
             raise disk_error(error, "opening the database", self.path) from error
         self._file_id = (stat.st_dev, stat.st_ino)
+        self.opened += 1
 
     def _drop_env(self) -> None:
         if self._env is not None:
@@ -305,23 +311,45 @@ class LmdbFile:
             with suppress(lmdb.MapFullError), self.writing() as txn:
                 txn.put(_TICK_KEY, time.monotonic_ns().to_bytes(8, "little"))
 
-    def remove(self, txn: lmdb.Transaction, key: bytes) -> None:
-        """Remove a page, whatever number of pieces it has."""
-        txn.delete(key, db=self.index)
-        txn.delete(key, db=self.use)
-        self.remove_pieces(txn, key)
+    def append(self, txn: lmdb.Transaction, db: Any, place: bytes, value: Any) -> None:
+        """Write a value that is not there yet, under the largest key of its table so far: LMDB then
+        fills leaves to the end. Only damage leaves a larger key.
+        """
+        if not txn.put(place, value, db=db, append=True):
+            txn.put(place, value, db=db)
 
-    def pieces(self, txn: lmdb.Transaction, key: bytes) -> Iterator[tuple[bytes, Any]]:
+    def set_last_put(self, txn: lmdb.Transaction, sequence: int) -> None:
+        """Note the number of the last put, behind which the next ones are counted. It may be that
+        of a page which is gone: readers know by the number what they have not seen.
+        """
+        body = _LAST.pack(sequence)
+        txn.put(_LAST_KEY, body + xxhash.xxh3_64_digest(body))
+
+    def last_put(self) -> int:
+        """The number of the last put; 0 if there was none, or the note is damaged."""
+        with self.reading() as txn:
+            raw = bytes(txn.get(_LAST_KEY, b""))
+        body = raw[: _LAST.size]
+        good = len(raw) == _LAST.size + 8 and raw[_LAST.size :] == xxhash.xxh3_64_digest(body)
+        return int(_LAST.unpack(body)[0]) if good else 0
+
+    def remove(self, txn: lmdb.Transaction, place: bytes) -> None:
+        """Remove a page, whatever number of pieces it has."""
+        txn.delete(place, db=self.index)
+        txn.delete(place, db=self.use)
+        self.remove_pieces(txn, place)
+
+    def pieces(self, txn: lmdb.Transaction, place: bytes) -> Iterator[tuple[bytes, Any]]:
         """Keys and values of a page's inline payload."""
         number = 0
-        while (value := txn.get(piece_key(key, number), db=self.pages)) is not None:
-            yield piece_key(key, number), value
+        while (value := txn.get(key := place + _PIECE.pack(number), db=self.pages)) is not None:
+            yield key, value
             number += 1
 
-    def remove_pieces(self, txn: lmdb.Transaction, key: bytes) -> None:
+    def remove_pieces(self, txn: lmdb.Transaction, place: bytes) -> None:
         """Remove the payload of a page."""
         number = 0
-        while txn.delete(key + _PIECE.pack(number), db=self.pages):
+        while txn.delete(place + _PIECE.pack(number), db=self.pages):
             number += 1
 
     def sync(self) -> None:
@@ -387,11 +415,6 @@ class LmdbFile:
         with self._gate.alone(timeout_s):
             self._closed = True
             self._drop_env()
-
-
-def piece_key(key: bytes, number: int) -> bytes:
-    """Key of a piece in the database ``pages``."""
-    return key + _PIECE.pack(number)
 
 
 def unseal(name: bytes, raw: bytes | memoryview | None) -> bytes | None:

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.page_shape import PageShape
-from kvtier.tiers.record import KEY_MAX, entry_bytes
+from kvtier.tiers.record import PIECE_PLACE_BYTES, PLACE_BYTES, entry_bytes
 from kvtier.tiers.usage import USE_BYTES
 from kvtier.units import format_size
 
 _PAGE_HEADER = 16
 _NODE_HEADER = 8
-#: Key of a piece: the page's key and the piece's number.
-PIECE_KEY_MAX = KEY_MAX + 2
+#: A leaf of a table that is packed is counted as half full; of one that is not, as a fifth: LMDB
+#: merges leaves only when they are less than a quarter full, and takes entries from a neighbour.
+_HALF = 2
+_FIFTH = 5
 #: Share of the map that live pages may take where batches are small beside it (measured: pages of
 #: one size churn at 0.97 of the map without a failed allocation).
 _LIVE_SHARE = 0.95
@@ -33,6 +35,8 @@ _COMMIT_PAGES = 16
 #: Share of the folder for the notes, and their longest.
 _NOTES_SHARE = 128
 NOTE_MAX_BYTES = 1 << 20
+#: Leaves that are packed in one transaction at most.
+_MOST_PACKED = 64
 #: Pages freed in one transaction are searched one by one at the next allocation.
 _MAX_FREED_BYTES = 256 << 20
 
@@ -60,6 +64,9 @@ class Room:
         batch_puts, batch_deletes, batch_uses: pages that one transaction may store and remove, and
             whose last use it may save.
         note_bytes: the longest note that may be stored.
+        leaves: of each table that is packed (see ``lmdb_packing``) the bytes of an entry and its
+            node, and the leaves there is room for.
+        pack_leaves: leaves that one transaction may pack.
         slots, slot_bytes: of the slab files; 0 where payloads are in the map.
     """
 
@@ -72,6 +79,8 @@ class Room:
     batch_deletes: int
     batch_uses: int
     note_bytes: int
+    leaves: dict[str, tuple[int, int]]
+    pack_leaves: int
     slots: int = 0
     slot_bytes: int = 0
 
@@ -85,9 +94,9 @@ class Room:
         map_bytes = map_bytes_of(capacity_bytes)
         map_pages = map_bytes // psize
         stored = _stored(psize, shape)
-        # A put rewrites, at worst, a leaf of the index, one of the uses and one of the pieces
-        # besides the payload's pages.
-        per_put = _value_pages(psize, shape) + 2 + len(shape.pieces)
+        # A put that replaces a page rewrites, at worst, the leaves of the old entry, of its use and
+        # of its pieces, and one or two at the tables' ends, besides the payload's pages.
+        per_put = _value_pages(psize, shape) + 3 + len(shape.pieces)
         notes, note_pages = note_room(capacity_bytes, psize)
         puts = max(
             1, min(batch_bytes // shape.page_bytes, (map_pages // 24 - _COMMIT_PAGES) // per_put)
@@ -102,7 +111,19 @@ class Room:
             raise too_small(capacity_bytes, shape, round(need))
         deletes = max(8, puts * per_put // (2 * (2 + len(shape.pieces))))
         deletes = max(1, min(deletes, _MAX_FREED_BYTES // stored))
-        return cls(map_bytes, psize, shape, stored, live, puts, deletes, deletes, notes)
+        return cls(
+            map_bytes,
+            psize,
+            shape,
+            stored,
+            live,
+            puts,
+            deletes,
+            deletes,
+            notes,
+            packed_leaves(psize, shape, live // stored, inline=True),
+            pack_leaves(puts * per_put + _COMMIT_PAGES),
+        )
 
     def stored_bytes_of(self, nbytes: int) -> int:
         """What a payload of ``nbytes`` is charged with: its map pages and its share of the
@@ -112,7 +133,9 @@ class Room:
             return self.page_stored_bytes
         if self.slot_bytes:
             return -(-nbytes // self.slot_bytes) * self.slot_bytes
-        return value_bytes(self.psize, nbytes, PIECE_KEY_MAX) + index_share(self.psize, self.shape)
+        return value_bytes(self.psize, nbytes, PIECE_PLACE_BYTES) + index_share(
+            self.psize, self.shape
+        )
 
 
 def overflow_pages(psize: int, nbytes: int, key_bytes: int) -> int:
@@ -123,25 +146,70 @@ def overflow_pages(psize: int, nbytes: int, key_bytes: int) -> int:
     return -(-(_PAGE_HEADER + nbytes) // psize)
 
 
-def value_bytes(psize: int, nbytes: int, key_bytes: int) -> int:
-    """Map bytes of one value and its node, leaves counted as half full (a split leaves them so)."""
+def value_bytes(psize: int, nbytes: int, key_bytes: int, *, packed: bool = True) -> int:
+    """Map bytes of one value and its node in a table that is packed, or not."""
     own = overflow_pages(psize, nbytes, key_bytes)
-    in_leaf = _NODE_HEADER + key_bytes + (8 if own else nbytes)
-    return own * psize + min(psize, 2 * in_leaf)
+    in_leaf = _in_leaf(psize, nbytes, key_bytes)
+    if own or not packed:
+        return own * psize + min(psize, _FIFTH * in_leaf)
+    # Two that fill a leaf are not packed: one alone is more than a quarter of it.
+    return psize if _lies_alone(psize, in_leaf) else _HALF * in_leaf
+
+
+def _in_leaf(psize: int, nbytes: int, key_bytes: int) -> int:
+    own = overflow_pages(psize, nbytes, key_bytes)
+    return _NODE_HEADER + key_bytes + (8 if own else nbytes)
+
+
+def _lies_alone(psize: int, in_leaf: int) -> bool:
+    return 3 * in_leaf > psize - _PAGE_HEADER
 
 
 def index_share(psize: int, shape: PageShape) -> int:
     """Map bytes of a page's index entry and of its last use."""
-    return value_bytes(psize, entry_bytes(shape.sums), KEY_MAX) + value_bytes(
-        psize, USE_BYTES, KEY_MAX
+    return value_bytes(psize, entry_bytes(shape.sums), PLACE_BYTES) + value_bytes(
+        psize, USE_BYTES, PLACE_BYTES
     )
+
+
+def packed_leaves(
+    psize: int, shape: PageShape, pages: int, *, inline: bool
+) -> dict[str, tuple[int, int]]:
+    """``Room.leaves`` for a number of pages."""
+    tables = {
+        "index": [(entry_bytes(shape.sums), PLACE_BYTES)],
+        "use": [(USE_BYTES, PLACE_BYTES)],
+        "pages": [(piece.nbytes, PIECE_PLACE_BYTES) for piece in shape.pieces if inline],
+    }
+    found = {}
+    for table, values in tables.items():
+        sizes = [_in_leaf(psize, nbytes, key) for nbytes, key in values]
+        if sizes and all(_is_packed(psize, nbytes, key) for nbytes, key in values):
+            share = pages * _HALF * sum(sizes)
+            found[table] = max(sizes), -(-share // psize)
+    return found
+
+
+def _is_packed(psize: int, nbytes: int, key_bytes: int) -> bool:
+    return not overflow_pages(psize, nbytes, key_bytes) and not _lies_alone(
+        psize, _in_leaf(psize, nbytes, key_bytes)
+    )
+
+
+def pack_leaves(pages: int) -> int:
+    """Leaves that a transaction for which there are ``pages`` map pages may pack: as sparse as they
+    may be, they are a few times as many.
+    """
+    return max(2, min(_MOST_PACKED, pages // 6))
 
 
 def note_room(capacity_bytes: int, psize: int) -> tuple[int, int]:
     """The longest note in bytes, and the map pages that all notes take with their rewriting."""
-    share = capacity_bytes // _NOTES_SHARE
-    notes = max(4096, min(NOTE_MAX_BYTES, share // 4))
-    return notes, min(share, 4 * NOTE_MAX_BYTES) // psize + 4
+    notes = max(4096, min(NOTE_MAX_BYTES, capacity_bytes // _NOTES_SHARE // 4))
+    # Of one more page of the map only one share may become larger, or a slot would be lost by it;
+    # other shares grow at multiples of 8 pages.
+    pages = (map_bytes_of(capacity_bytes) // psize + 4) // _NOTES_SHARE
+    return notes, min(pages, 4 * NOTE_MAX_BYTES // psize) + 4
 
 
 def too_small(capacity_bytes: int, shape: PageShape, need_bytes: int) -> ConfigError:
@@ -153,10 +221,13 @@ def too_small(capacity_bytes: int, shape: PageShape, need_bytes: int) -> ConfigE
 
 
 def _value_pages(psize: int, shape: PageShape) -> int:
-    pieces = sum(overflow_pages(psize, piece.nbytes, PIECE_KEY_MAX) for piece in shape.pieces)
-    return pieces + overflow_pages(psize, entry_bytes(shape.sums), KEY_MAX)
+    pieces = sum(overflow_pages(psize, piece.nbytes, PIECE_PLACE_BYTES) for piece in shape.pieces)
+    return pieces + overflow_pages(psize, entry_bytes(shape.sums), PLACE_BYTES)
 
 
 def _stored(psize: int, shape: PageShape) -> int:
-    pieces = sum(value_bytes(psize, piece.nbytes, PIECE_KEY_MAX) for piece in shape.pieces)
+    packed = all(_is_packed(psize, piece.nbytes, PIECE_PLACE_BYTES) for piece in shape.pieces)
+    pieces = sum(
+        value_bytes(psize, piece.nbytes, PIECE_PLACE_BYTES, packed=packed) for piece in shape.pieces
+    )
     return pieces + index_share(psize, shape)

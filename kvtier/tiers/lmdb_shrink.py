@@ -65,29 +65,31 @@ def _move_some(old: LmdbFile, new: LmdbFile, count: int, at_once: int) -> bool:
     """Move up to ``count`` pages; whether there may be more."""
     with old.reading() as txn:
         cursor = txn.cursor(db=old.index)
-        keys: list[bytes] = []
-        for key in cursor.iternext(keys=True, values=False):
-            keys.append(bytes(key))
-            if len(keys) == count:
+        places: list[bytes] = []
+        for place in cursor.iternext(keys=True, values=False):
+            places.append(bytes(place))
+            if len(places) == count:
                 break
-    for start in range(0, len(keys), at_once):
-        part = keys[start : start + at_once]
+    for start in range(0, len(places), at_once):
+        part = places[start : start + at_once]
         with old.reading() as source, new.writing() as sink:
-            for key in part:
+            for place in part:
                 for here, there in ((old.index, new.index), (old.use, new.use)):
-                    value = source.get(key, db=here)
+                    value = source.get(place, db=here)
                     if value is not None:
-                        sink.put(key, value, db=there)
-                for piece, value in old.pieces(source, key):
-                    sink.put(piece, value, db=new.pages)
+                        new.append(sink, there, place, value)
+                for piece, value in old.pieces(source, place):
+                    new.append(sink, new.pages, piece, value)
         with old.writing() as gone:
-            for key in part:
-                old.remove(gone, key)
-    if len(keys) == count:
+            for place in part:
+                old.remove(gone, place)
+    if len(places) == count:
         return True
+    last_put = old.last_put()
     with old.reading() as source, new.writing() as sink:
         for name, text in source.cursor(db=old.notes):
             sink.put(bytes(name), text, db=new.notes)
+        new.set_last_put(sink, last_put)
     return False
 
 

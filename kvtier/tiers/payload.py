@@ -50,11 +50,13 @@ class Payloads(Protocol):
         """Begin to write what the next group will store, while this one is committed."""
         ...
 
-    def store(self, txn: lmdb.Transaction, put: Put) -> None:
-        """The part of a page's payload that belongs in the transaction."""
+    def store(self, txn: lmdb.Transaction, put: Put, sequence: int) -> None:
+        """The part of a page's payload that belongs in the transaction. ``sequence`` numbers the
+        put.
+        """
         ...
 
-    def remove(self, txn: lmdb.Transaction, key: bytes) -> None:
+    def remove(self, txn: lmdb.Transaction, record: DiskRecord) -> None:
         """Remove that part of a page."""
         ...
 

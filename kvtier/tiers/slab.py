@@ -155,10 +155,10 @@ class SlabPayloads:
             holders={},
         )
 
-    def store(self, txn: lmdb.Transaction, put: Put) -> None:
+    def store(self, txn: lmdb.Transaction, put: Put, sequence: int) -> None:
         pass
 
-    def remove(self, txn: lmdb.Transaction, key: bytes) -> None:
+    def remove(self, txn: lmdb.Transaction, record: DiskRecord) -> None:
         pass
 
     def committed(self, txn_id: int, freed: Sequence[int]) -> None:

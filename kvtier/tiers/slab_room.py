@@ -11,10 +11,12 @@ from kvtier.tiers.lmdb_room import (
     map_bytes_of,
     note_room,
     overflow_pages,
+    pack_leaves,
+    packed_leaves,
     too_small,
 )
 from kvtier.tiers.page_shape import PageShape
-from kvtier.tiers.record import KEY_MAX, entry_bytes
+from kvtier.tiers.record import PLACE_BYTES, entry_bytes
 
 #: Map pages that are never a page's, and what a transaction rewrites besides leaves (as in
 #: ``lmdb_room``).
@@ -92,8 +94,9 @@ class _Split:
         self._slot = round_up(shape.page_bytes)
         self._batch = max(1, batch_bytes // self._slot)
         self._note_bytes, self._note_pages = note_room(capacity_bytes, psize)
-        # A put rewrites a leaf of the index and one of the uses; so does a delete.
-        self._per_put = 2 + overflow_pages(psize, entry_bytes(shape.sums), KEY_MAX)
+        # A put that replaces a page rewrites the leaves of the old entry and of its use; so does a
+        # delete.
+        self._per_put = 2 + overflow_pages(psize, entry_bytes(shape.sums), PLACE_BYTES)
 
     def room(self, index_bytes: int) -> Room | None:
         """``None`` if not even one page fits."""
@@ -113,6 +116,8 @@ class _Split:
             batch_deletes=deletes,
             batch_uses=uses,
             note_bytes=self._note_bytes,
+            leaves=packed_leaves(self._psize, self._shape, slots, inline=False),
+            pack_leaves=pack_leaves(pages),
             slots=slots,
             slot_bytes=self._slot,
         )
@@ -140,7 +145,8 @@ class _Split:
     def _changes(self, slots: int) -> int:
         """Map pages for what transactions change beside what is live."""
         least = _LEAST_HISTORY * self._commit(slots, _LEAST_PUTS, _LEAST_DELETES)
-        most = _HISTORY * self._commit(slots, self._batch, max(_LEAST_DELETES, self._batch))
+        # Where there is room for so many, new leaves come in the place of old ones.
+        most = _HISTORY * self._rewritten(slots, self._batch, max(_LEAST_DELETES, self._batch))
         share = max(
             self._usable // _CHANGES_SHARE,
             min(self._usable // _SMALL_CHANGES_SHARE, _SMALL_CHANGES_BYTES),
@@ -149,6 +155,11 @@ class _Split:
 
     def _commit(self, slots: int, puts: int, deletes: int) -> int:
         """Map pages that a transaction of so many puts and deletes takes at most."""
+        # New entries go to the end of the index, into leaves of their own.
+        return self._rewritten(slots, puts, deletes) + self._live(puts)
+
+    def _rewritten(self, slots: int, puts: int, deletes: int) -> int:
+        """Those of them that take the place of others."""
         leaves = min(self._live(slots), puts * self._per_put + 2 * deletes)
         return _COMMIT_PAGES + leaves + leaves // _FREED_A_PAGE
 

@@ -11,7 +11,7 @@ import itertools
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import lmdb
@@ -38,15 +38,15 @@ class Use(NamedTuple):
     used_ns: int
     hits: int
 
-    def encode(self, key: bytes) -> bytes:
+    def encode(self, place: bytes) -> bytes:
         body = _BODY.pack(*self)
-        return body + xxhash.xxh3_64_digest(body + key)
+        return body + xxhash.xxh3_64_digest(body + place)
 
     @classmethod
-    def decode(cls, key: bytes, raw: bytes) -> Use | None:
-        """``None`` if it is not what was encoded for ``key``."""
+    def decode(cls, place: bytes, raw: bytes) -> Use | None:
+        """``None`` if it is not what was encoded for ``place``."""
         body = raw[: _BODY.size]
-        if len(raw) != USE_BYTES or raw[_BODY.size :] != xxhash.xxh3_64_digest(body + key):
+        if len(raw) != USE_BYTES or raw[_BODY.size :] != xxhash.xxh3_64_digest(body + place):
             return None
         return cls(*_BODY.unpack(body))
 
@@ -103,12 +103,23 @@ class UsageBook:
         """Seconds that the oldest unsaved use has waited; 0 if there is none."""
         return time.monotonic() - self._dirty_since if self._dirty else 0.0
 
-    def save(self, txn: lmdb.Transaction, db: Any, limit: int) -> list[tuple[bytes, Use]]:
-        """Write up to ``limit`` unsaved uses; hand them to ``saved`` once the transaction holds."""
+    def save(
+        self, txn: lmdb.Transaction, db: Any, limit: int, records: Mapping[bytes, DiskRecord]
+    ) -> list[tuple[bytes, Use]]:
+        """Write up to ``limit`` unsaved uses; hand them to ``saved`` once the transaction holds.
+
+        Args:
+            records: what is stored; the use of anything else is forgotten.
+        """
         with self._lock:
-            part = [(key, self._uses[key]) for key in itertools.islice(self._dirty, limit)]
-        for key, use in sorted(part):
-            txn.put(key, use.encode(key), db=db)
+            keys = list(itertools.islice(self._dirty, limit))
+            for key in keys:
+                if key not in records:
+                    self._uses.pop(key, None)
+                    self._dirty.discard(key)
+            part = [(key, self._uses[key]) for key in keys if key in records]
+        for place, use in sorted((records[key].place, use) for key, use in part):
+            txn.put(place, use.encode(place), db=db)
         return part
 
     def saved(self, part: list[tuple[bytes, Use]]) -> None:
