@@ -264,7 +264,7 @@ QUICK = Plan(
 
 
 #: With ``--codecs``.
-CODECS = Plan(steps=32)
+CODECS = Plan(passkey_tokens=(1000, 2000))
 CODECS_QUICK = Plan(
     budgets=(), prefill=1024, steps=16, passkey_tokens=(1000,), passkey_depths=(0.3, 0.7)
 )
