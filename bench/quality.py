@@ -264,9 +264,7 @@ QUICK = Plan(
 
 
 #: With ``--codecs``.
-CODECS = Plan(
-    budgets=(0.10,), steps=32, passkey_tokens=(1000, 2000), passkey_depths=(0.1, 0.5, 0.9)
-)
+CODECS = Plan(passkey_tokens=(1000, 2000))
 CODECS_QUICK = Plan(
     budgets=(), prefill=1024, steps=16, passkey_tokens=(1000,), passkey_depths=(0.3, 0.7)
 )
@@ -555,13 +553,18 @@ def markdown(result: Result, plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def tell_row(head: Sequence[str], row: Sequence[str]) -> None:
+    pairs = zip(head, row, strict=True)
+    print(" ".join(f"{name} {cell}" for name, cell in pairs), file=sys.stderr, flush=True)
+
+
 def codecs(plan: Plan, console: Console, *, as_json: bool) -> int:
     """``--codecs``."""
     # Beside this file; loaded late, for it is of no use without the option.
     from quality_codecs import HEAD, WAY, as_data, cells, run_codecs
 
     began = time.monotonic()
-    budgets = (None, *plan.budgets)
+    budgets = (None, *sorted(plan.budgets))
     steps = len(plan.passkey_tokens) * len(plan.passkey_depths)
     with (
         Progress(console=console, disable=not console.is_terminal) as progress,
@@ -570,7 +573,10 @@ def codecs(plan: Plan, console: Console, *, as_json: bool) -> int:
         task = progress.add_task("codecs", total=None)
         bench.tell = lambda line: progress.update(task, description=line)
         rows = run_codecs(
-            bench, lambda b: "exact-stream" if b is None else mode_of(WAY, b, ""), budgets
+            bench,
+            lambda b: "exact-stream" if b is None else mode_of(WAY, b, ""),
+            budgets,
+            lambda row: tell_row(HEAD, cells(row, steps)),
         )
     if as_json:
         print(json.dumps({"rows": as_data(rows)}))
@@ -620,10 +626,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             def step(row: Row) -> None:
                 progress.advance(task)
-                pairs = zip(HEAD, cells(row, trials), strict=True)
-                print(
-                    " ".join(f"{name} {cell}" for name, cell in pairs), file=sys.stderr, flush=True
-                )
+                tell_row(HEAD, cells(row, trials))
 
             result = bench.run(log, step)
     if args.write is not None:

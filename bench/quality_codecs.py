@@ -67,8 +67,13 @@ class CodecRow:
     passkey: int
 
 
-def run_codecs(bench: Bench, mode_of: ModeOf, budgets: Sequence[float | None]) -> list[CodecRow]:
-    """All rows; of each codec those of all budgets, dense attention first."""
+def run_codecs(
+    bench: Bench,
+    mode_of: ModeOf,
+    budgets: Sequence[float | None],
+    step: Callable[[CodecRow], None],
+) -> list[CodecRow]:
+    """All rows; of each codec those of all budgets, dense attention first. ``step`` is told each."""
     rows = []
     trials = list(bench.passkeys())
     bench.tell("exact pages")
@@ -114,6 +119,7 @@ def run_codecs(bench: Bench, mode_of: ModeOf, budgets: Sequence[float | None]) -
                         right,
                     )
                 )
+                step(rows[-1])
     return rows
 
 

@@ -23,6 +23,7 @@ import pytest
 import xxhash
 from disk_child import CAPACITY, PAGE_BYTES, PLANES, key_of, page_of, parent_of, put
 from disk_faults import FaultyTransaction, lmdb_error
+from disk_memory import larger_than_memory
 
 from kvtier.errors import (
     ClosedError,
@@ -43,10 +44,12 @@ PLACEMENTS: tuple[Payload, ...] = ("inline", "slab")
 asked: list[Payload] = ["inline"]
 
 
-@pytest.fixture(autouse=True, params=PLACEMENTS)
-def placement(request: pytest.FixtureRequest) -> Payload:
-    """Everything here is true of both placements."""
-    asked[0] = request.param
+@pytest.fixture(autouse=True, params=[*PLACEMENTS, "inline, larger than memory"])
+def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Payload:
+    """Everything here is true of both placements, and where inline pages are read past the page cache."""
+    asked[0] = request.param.partition(",")[0]
+    if request.param not in PLACEMENTS:
+        larger_than_memory(monkeypatch)
     return asked[0]
 
 

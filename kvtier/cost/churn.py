@@ -1,14 +1,15 @@
 """What a selector moves: pages it chooses, and those of them that are not in VRAM.
 
-A step reads a budget of pages in each layer. A page that stays chosen is moved to VRAM at the next look
-(every ``MOVE_EVERY`` steps, ``kvtier.attention.engine``); one that has just been chosen is where it was:
-in VRAM with the share of pages that are. With c the share of the chosen pages that are new each step, a
-page chosen at a look is still chosen k steps later with 1 - c k, so between two looks
+A step reads a budget of pages in each layer. Of the pages chosen at a look (every ``MOVE_EVERY`` steps,
+``kvtier.attention.engine``) those not in VRAM move there, as many as may; the others stay where they are.
+With c the share of the chosen pages that are new each step, a page chosen at a look is still chosen k steps
+later with 1 - c k, so with s the mean of max(0, 1 - c k) over the steps k = 1..M between two looks
 
-    missing = (1 - hot) * (1 - mean over k = 1..M of max(0, 1 - c k))
+    missing = s * (1 - hot) * (1 - moved) + (1 - s) * (1 - hot')
 
-of what is chosen. That is the slow end: it takes each new page for one that has not been chosen for long,
-as if a query never turned back.
+of what is chosen. ``hot'`` is the share in VRAM of the pages that were not chosen at the look: it is less than
+that of all pages, for what was chosen has taken their room. That is the slow end: it takes each new page for
+one that has not been chosen for long, as if a query never turned back.
 """
 
 from __future__ import annotations
@@ -78,20 +79,18 @@ class Traffic:
 
     Attributes:
         planes: chosen by any head. read: by each.
-        missing: of ``planes`` those not in VRAM; their planes cross the link.
-        late: of these, chosen only when the layer's turn came; the rest was sent ahead.
+        missing: of ``planes`` those not in VRAM.
+        ahead: sent over the link before the layer's turn, on a guess; some of them in vain.
+        late: of ``missing``, what was not guessed and crosses the link when the layer has chosen.
         moved: pages a step that move to VRAM with all their layers.
     """
 
     planes: float
     read: float
     missing: float
+    ahead: float
     late: float
     moved: float
-
-    @property
-    def ahead(self) -> float:
-        return self.missing - self.late
 
 
 def traffic(
@@ -118,7 +117,7 @@ def traffic(
     always = min(always, budget)
     free = budget - always
     if budget >= pages:
-        return Traffic(pages, pages, 0.0, 0.0, 0.0)
+        return Traffic(pages, pages, 0.0, 0.0, 0.0, 0.0)
     apart = locality.heads * (1 - 1 / max(1, heads))
     chosen = min(free * (1 + apart), pages - always)
     ever = min(free * (1 + apart + locality.layers), pages - always)
@@ -127,9 +126,14 @@ def traffic(
     most = max(1.0, vram_pages / MOVE_SHARE)
     covered = min(1.0, most / wanted) if wanted else 1.0
     lasting = sum(max(0.0, 1 - locality.churn * k) for k in range(1, MOVE_EVERY + 1)) / MOVE_EVERY
-    missing = chosen * cold * (1 - covered * lasting)
-    fresh = min(1.0, locality.churn) if guessed else 1.0
-    late = min(missing, chosen * cold * fresh) if guessed else missing
+    others = pages - always - ever
+    kept = always + ever - wanted * (1 - covered)
+    new_cold = min(1.0, max(cold, 1 - (pages * hot - kept) / others)) if others > 0 else cold
+    missing = chosen * (lasting * cold * (1 - covered) + (1 - lasting) * new_cold)
+    fresh = min(1.0, locality.churn)
+    late = min(missing, chosen * new_cold * fresh) if guessed else missing
+    # The guess is what the step before chose: as much of it is missing, though not all of it is chosen again.
+    ahead = missing if guessed else 0.0
     # Of what one look moved, what has left the choice by the next makes room for its successors.
     moved = min(wanted * min(1.0, locality.churn * MOVE_EVERY), most) / MOVE_EVERY
-    return Traffic(always + chosen, budget, missing, late, moved)
+    return Traffic(always + chosen, budget, missing, ahead, late, moved)

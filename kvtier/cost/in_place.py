@@ -1,11 +1,12 @@
 """The time of a decode step whose attention reads pages where they are, or some of them.
 
-    t = t0 + sum over l of max(w_l + max(a_l, p_l), x_l) + y_l
+    t = t0 + sum over l of max(w_l + max(a_l, p_l), x_l) + y_l + h_l
 
 with w the layer's weights and page summaries, a its KV in VRAM, p what the processor attends to in host
 memory (its bytes over the rate at which it attends, and the handover of queries and results; it runs beside
-a), x the copies of planes sent ahead, which run beside all of that, and y those that are asked for only when
-the layer has chosen. A pageable copy blocks its caller, so there x is added too. What is only on disk is read
+a), x the copies of planes sent ahead, which run beside all of that, y those that are asked for only when the
+layer has chosen, and h what the host takes to submit both: the choice is needed on the host, so nothing hides
+that but the copies of other sequences, which it submits one after the other. A pageable copy blocks its caller, so there x is added too. What is only on disk is read
 first. ``kvtier.cost.decode`` is the same for steps that gather all pages.
 """
 
@@ -69,21 +70,25 @@ def in_place_time(
         step_s: fixed cost of a step.
     """
     rate = card.memory_bandwidth * efficiency
-    total = step_s + link.seconds(moved, moved_pieces)
-    compute = copy = off = cpu = host = disk = 0.0
-    copy += link.seconds(moved, moved_pieces)
+    # For each page that comes up one goes down, the next one beside it.
+    moving = link.seconds(moved, moved_pieces) / link.model.duplex
+    total = step_s + moving
+    compute = off = cpu = host = disk = 0.0
+    copy = moving
     for one in layers:
         weights = KERNELS * KERNEL_START_S + (one.weights + one.off + one.summaries) / rate
         device = one.kv / rate
         processor = one.cpu / cpu_rate + one.handovers * handover_s
         ahead = link.seconds(one.ahead, one.ahead_pieces)
         late = link.seconds(one.late, one.late_pieces)
-        # A handover is two copies, one each way.
-        submit = one.submissions * handover_s / 2
+        calls = one.ahead_pieces + one.late_pieces
+        submit = one.submissions * link.model.submit_s + calls * link.model.per_call_s
         slow = link.seconds(one.off)
         read = one.disk / disk_rate
         beside = weights + max(device, processor)
-        total += (beside + ahead if link.blocks else max(beside, ahead)) + late + submit
+        rows = one.submissions / max(1, (one.ahead > 0) + (one.late > 0))
+        asked = max(late, submit) + min(late, submit) / max(1.0, rows)
+        total += (beside + ahead if link.blocks else max(beside, ahead)) + asked
         total += slow + read
         compute += weights + device
         copy += ahead + late

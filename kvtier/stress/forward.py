@@ -198,6 +198,9 @@ class Forward:
         assert paged is not None
         selects = isinstance(paged, SelectDecode) and paged.selects(plane.layer)
         self._kernel(place, 1, self._summaries(plane) if selects else 0, reads)
+        if selects and any(pages.host or pages.disk for pages in paged.pages):
+            # The choice is needed on the host, which asks for the copies.
+            self.device.compute_stream().record().synchronize(LONGEST_WAIT_S)
         before = paged.counts.copy() if isinstance(paged, SelectDecode) else None
         if self._compass is not None:
             q = self._queries(plane)

@@ -167,7 +167,7 @@ class DiskTier(DiskTools):
             prepare=self._start_sums if self._sums is not None else None,
             idle=self._commits.idle,
         )
-        if opened.info.payload == "inline":
+        if opened.info.payload == "inline" and not opened.file.places.usable:
             warn_of_read_ahead(self.path, self.live_capacity_bytes)
 
     @classmethod

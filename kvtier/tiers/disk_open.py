@@ -261,14 +261,21 @@ class _Opening:
             reads=reads,
             writes=writes,
             writable=True,
-            cache_reads=2 * self.wish.capacity_bytes <= free_memory_bytes(),
+            cache_reads=self._fits_memory,
         )
         files.open_found()
         return files
 
+    @property
+    def _fits_memory(self) -> bool:
+        """Whether the page cache may hold the whole store."""
+        return 2 * self.wish.capacity_bytes <= free_memory_bytes()
+
     def _payloads(self, file: LmdbFile, records: dict[bytes, DiskRecord], room: Room) -> Payloads:
         if self.slabs is None:
-            return InlinePayloads(file, self.wish.shape)
+            reads = None if self._fits_memory else IoPool(_READ_THREADS, "kvtier-disk-read")
+            self.pools = [] if reads is None else [reads]
+            return InlinePayloads(file, self.wish.shape, reads)
         return self._slab_payloads(file, records, room.slots)
 
     def _slab_payloads(

@@ -21,12 +21,15 @@ from kvtier.tiers.io_pool import IoPool
 from kvtier.tiers.key_map import KeyMap
 from kvtier.tiers.lmdb_file import DATA, FileDamagedError, LmdbFile
 from kvtier.tiers.lmdb_pages import tree_problems
+from kvtier.tiers.page_cache import free_memory_bytes
 from kvtier.tiers.page_shape import PageShape
 from kvtier.tiers.payload import Payloads
 from kvtier.tiers.record import Bytes, DiskRecord, IndexEntry, RecordError
 from kvtier.tiers.slab import SlabPayloads
 from kvtier.tiers.slab_file import SlabFiles
 from kvtier.tiers.usage import UsageBook, Use
+
+_READ_THREADS = 2
 
 
 class DiskReader(DiskPages):
@@ -196,8 +199,10 @@ def _payloads(
     file: LmdbFile, info: FolderInfo, shape: PageShape
 ) -> tuple[SlabFiles | None, Payloads]:
     if info.payload == "inline":
-        return None, InlinePayloads(file, shape)
-    reads = IoPool(2, "kvtier-disk-read")
+        beyond = 2 * file.map_bytes > free_memory_bytes()
+        pool = IoPool(_READ_THREADS, "kvtier-disk-read") if beyond else None
+        return None, InlinePayloads(file, shape, pool)
+    reads = IoPool(_READ_THREADS, "kvtier-disk-read")
     files = SlabFiles(
         file.folder,
         slot_bytes=info.slot_bytes,

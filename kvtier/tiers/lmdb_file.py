@@ -25,6 +25,7 @@ import xxhash
 from kvtier.errors import ClosedError, DiskError
 from kvtier.tiers.gate import Gate
 from kvtier.tiers.lmdb_pages import newest_txn
+from kvtier.tiers.map_place import MapPlaces
 from kvtier.units import format_size
 
 DATA = "data.mdb"
@@ -108,6 +109,8 @@ class LmdbFile:
         self._patience_s = patience_s
         self._gate = Gate(patience_s)
         self._env: lmdb.Environment | None = None
+        #: Reads values past the page cache; changes with the map.
+        self.places = MapPlaces(None)
         self._closed = False
         self._open()
 
@@ -150,8 +153,10 @@ class LmdbFile:
             raise disk_error(error, "opening the database", self.path) from error
         self._file_id = (stat.st_dev, stat.st_ino)
         self.opened += 1
+        self.places = MapPlaces(self.path, self.psize, self.env.info()["map_size"])
 
     def _drop_env(self) -> None:
+        self.places.close()
         if self._env is not None:
             self._env.close()
             self._env = None
@@ -407,6 +412,8 @@ class LmdbFile:
         """Map all of a file that another process has made larger."""
         with self._gate.alone(timeout_s):
             self.env.set_mapsize(0)
+            self.places.close()
+            self.places = MapPlaces(self.path, self.psize, self.env.info()["map_size"])
 
     def close(self, timeout_s: float) -> None:
         """Close once no read is going on. Raises DeadlineExceededError; then it stays open.
