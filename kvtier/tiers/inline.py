@@ -105,7 +105,7 @@ class InlinePayloads:
 
         if self._reads is not None:
             loads = []
-            for at, (key, entry, out) in enumerate(wanted):
+            for at, (_, entry, out) in enumerate(wanted):
                 reads = (
                     self._direct_reads(txn, self._parts(entry, out)) if entry.slot is None else []
                 )
