@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from kvtier.kernels.pages import gather_pages, scatter_pages
     from kvtier.kernels.quantise import Quantised, dequantise, quantise_keys, quantise_values
     from kvtier.kernels.scores import arkbox_scores, quest_scores
-    from kvtier.kernels.summary import summarise_pages
+    from kvtier.kernels.summary import PageSummaries, summarise_pages
     from kvtier.kernels.table import PageTable
 
 _HOMES = {
     "Launcher": "launch",
+    "PageSummaries": "summary",
     "PageTable": "table",
     "Partial": "attention",
     "Quantised": "quantise",
@@ -50,6 +51,7 @@ _HOMES = {
 
 __all__ = [
     "Launcher",
+    "PageSummaries",
     "PageTable",
     "Partial",
     "Quantised",

@@ -288,17 +288,18 @@ SUMMARISE(summarise_1_bf16, bf16, 1)
 
 // -------------------------------------------------------------------------------------------- scores
 
-// What the keys of a page may score against each query head, from the summary alone; out [heads, n_pages].
+// What the keys of a page may score against each query head, from the summary alone, at `start` of each of `pages`; out
+// [heads, n_pages].
 // Quest: sum of max(q * least, q * largest), a bound. ArkBox: q * middle + |q| * deviation, an estimate.
 // A warp takes one page of one KV head and all query heads of its group. Grid (pages, KV heads).
 template <class T, bool ARKBOX>
-DEVICE void score_pages(const T* q, const T* summary, float* out, int n_pages, int kv_heads, int group, int dim) {
+DEVICE void score_pages(const T* q, const u64* pages, i64 start, float* out, int n_pages, int kv_heads, int group, int dim) {
     constexpr int A_LANE = 16;  // channels a lane holds, so dim <= 512
     const int lane = threadIdx.x % WARP, head = blockIdx.y;
     const int page = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (page >= n_pages) return;
     const i64 row = (i64)kv_heads * dim;
-    const T* least = summary + (i64)page * 4 * row + (i64)head * dim;
+    const T* least = reinterpret_cast<const T*>(pages[page] + start) + (i64)head * dim;
     float first[A_LANE], second[A_LANE];
 #pragma unroll
     for (int n = 0; n < A_LANE; n++) {
@@ -326,10 +327,10 @@ DEVICE void score_pages(const T* q, const T* summary, float* out, int n_pages, i
     }
 }
 
-#define SCORES(name, T, ARKBOX)                                                                                     \
-    KERNEL(THREADS) name(const T* q, const T* summary, float* out, int n_pages, int kv_heads, int group, int dim) { \
-        score_pages<T, ARKBOX>(q, summary, out, n_pages, kv_heads, group, dim);                                     \
-    }                                                                                                               \
+#define SCORES(name, T, ARKBOX)                                                                                                \
+    KERNEL(THREADS) name(const T* q, const u64* pages, i64 start, float* out, int n_pages, int kv_heads, int group, int dim) { \
+        score_pages<T, ARKBOX>(q, pages, start, out, n_pages, kv_heads, group, dim);                                           \
+    }                                                                                                                          \
     KVT_EXPORT(name, THREADS)
 
 SCORES(quest_scores_f32, float, false)

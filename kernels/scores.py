@@ -20,11 +20,11 @@ from kvtier.kernels.launch import (
     blocks_for,
     launcher_for,
 )
-from kvtier.kernels.summary import DEVIATION, LARGEST, LEAST
+from kvtier.kernels.summary import DEVIATION, LARGEST, LEAST, PageSummaries
 
 
 def quest_scores(
-    q: torch.Tensor, summary: torch.Tensor, *, launcher: Launcher | None = None
+    q: torch.Tensor, summary: torch.Tensor | PageSummaries, *, launcher: Launcher | None = None
 ) -> torch.Tensor:
     """Upper bound of ``q . k`` over the keys of each page: the sum over channels of ``max(q * least, q * largest)``.
 
@@ -32,8 +32,8 @@ def quest_scores(
 
     Args:
         q: ``[heads, dim]``, queries of one step after the rotary embedding; float32, float16 or bfloat16.
-        summary: ``[pages, 4, kv_heads, dim]`` from ``summarise_pages``, of the queries' dtype. Query head ``h``
-            belongs to KV head ``h // (heads / kv_heads)``.
+        summary: ``[pages, 4, kv_heads, dim]`` from ``summarise_pages``, or such summaries where they lie, of the
+            queries' dtype. Query head ``h`` belongs to KV head ``h // (heads / kv_heads)``.
         launcher: runs the kernel instead of what the device calls for.
 
     Returns:
@@ -47,7 +47,7 @@ def quest_scores(
 
 
 def arkbox_scores(
-    q: torch.Tensor, summary: torch.Tensor, *, launcher: Launcher | None = None
+    q: torch.Tensor, summary: torch.Tensor | PageSummaries, *, launcher: Launcher | None = None
 ) -> torch.Tensor:
     """Estimate of the largest ``q . k`` of each page: the sum over channels of ``q * middle + |q| * deviation``,
     ``middle = (least + largest) / 2``.
@@ -61,29 +61,45 @@ def arkbox_scores(
 
 
 def _scores(
-    kind: str, q: torch.Tensor, summary: torch.Tensor, launcher: Launcher | None
+    kind: str, q: torch.Tensor, summary: torch.Tensor | PageSummaries, launcher: Launcher | None
 ) -> torch.Tensor:
-    if not isinstance(summary, torch.Tensor):
+    if isinstance(summary, PageSummaries):
+        pages, kv_heads, dim, dtype = len(summary), summary.heads, summary.dim, summary.dtype
+        device = summary.table.device
+    elif isinstance(summary, torch.Tensor):
+        device, dtype = summary.device, summary.dtype
+        check_tensor("summary", summary, (None, 4, None, None), dtypes=FLOATS, device=device)
+        pages, _, kv_heads, dim = summary.shape
+    else:
         raise LayoutError(f"summary is a {type(summary).__name__}; it must be a torch.Tensor")
-    check_tensor("summary", summary, (None, 4, None, None), dtypes=FLOATS, device=summary.device)
-    pages, _, kv_heads, dim = summary.shape
     check_count("dim of summary", dim, most=MAX_DIM)
-    check_tensor("q", q, (None, dim), dtypes=summary.dtype, device=summary.device)
+    check_tensor("q", q, (None, dim), dtypes=dtype, device=device)
     heads = q.shape[0]
     if not heads or heads % kv_heads:
         raise LayoutError(
             f"q has {heads} heads; they must be a multiple of the {kv_heads} KV heads of summary"
         )
-    launcher = launcher or launcher_for(summary.device)
+    launcher = launcher or launcher_for(device)
     if launcher is None:
-        return scores_reference(kind, q, summary)
-    out = torch.empty(heads, pages, dtype=torch.float32, device=summary.device)
+        whole = summary.gather() if isinstance(summary, PageSummaries) else summary
+        return scores_reference(kind, q, whole)
+    out = torch.empty(heads, pages, dtype=torch.float32, device=device)
     if pages:
-        arguments: list[Argument] = [q, summary, out]
+        where, start = _places(summary)
+        arguments: list[Argument] = [q, where, np.int64(start), out]
         arguments += [np.int32(n) for n in (pages, kv_heads, heads // kv_heads, dim)]
         grid = (blocks_for(pages, THREADS // WARP), kv_heads, 1)
-        launcher.launch(f"{kind}_scores_{SUFFIX[q.dtype]}", grid, THREADS, arguments)
+        launcher.launch(f"{kind}_scores_{SUFFIX[dtype]}", grid, THREADS, arguments)
     return out
+
+
+def _places(summary: torch.Tensor | PageSummaries) -> tuple[torch.Tensor, int]:
+    """int64 ``[pages]``: addresses of pages, and where in each its summary begins."""
+    if isinstance(summary, PageSummaries):
+        return summary.table.addresses, summary.start
+    pages = len(summary)
+    number = torch.arange(pages, dtype=torch.int64, device=summary.device)
+    return number * (summary.nbytes // pages) + summary.data_ptr(), 0
 
 
 def scores_reference(kind: str, q: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,58 @@ two: ArkVale's "cuboid-mean" (Chen et al., NeurIPS 2024). Mean: the landmark of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from kvtier.errors import LayoutError
 from kvtier.kernels.checks import FLOATS, check_count, check_tensor
 from kvtier.kernels.launch import MAX_GRID_YZ, SUFFIX, THREADS, Launcher, blocks_for, launcher_for
+from kvtier.kernels.pages import gather_pages
 from kvtier.kernels.table import PageTable
 
 #: Rows of a summary.
 LEAST, LARGEST, MEAN, DEVIATION = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class PageSummaries:
+    """The summaries of one layer's keys where they lie, one a page.
+
+    Args:
+        table: of the summaries, or of pages that they are a part of.
+        start: first byte of the summary in each.
+        heads, dim, dtype: as ``summarise_pages`` was given.
+
+    Raises:
+        LayoutError: a summary is not inside its page or not aligned to ``dtype``.
+    """
+
+    table: PageTable
+    start: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.table.check_range("start, heads, dim", self.start, self._nbytes)
+        if self.start % self.dtype.itemsize:
+            raise LayoutError(
+                f"start is {self.start}; it must be a multiple of {self.dtype.itemsize}, an item of {self.dtype}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def gather(self) -> torch.Tensor:
+        """A copy, ``[pages, 4, heads, dim]``."""
+        raw = gather_pages(self.table, start=self.start, nbytes=self._nbytes)
+        return raw.view(self.dtype).view(-1, 4, self.heads, self.dim)
+
+    @property
+    def _nbytes(self) -> int:
+        return 4 * self.heads * self.dim * self.dtype.itemsize
 
 
 def summarise_pages(

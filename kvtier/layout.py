@@ -254,6 +254,17 @@ class PageLayout:
         parts = [part for part in self.summary_parts if part is not None]
         return (parts[0].offset, parts[-1].stop - parts[0].offset) if parts else (0, 0)
 
+    def summary_slots(self, pages: int) -> int:
+        """Slots of a page's size that hold the summaries of so many pages, and nothing else."""
+        return -(-pages // self.summaries_a_slot)
+
+    @cached_property
+    def summaries_a_slot(self) -> int:
+        """Pages whose summaries one slot of a page's size holds, each at a multiple of 16 bytes. At least one, for a
+        page has its own in itself; 0 without summaries."""
+        size = _aligned(self.summary_range[1])
+        return self.page_bytes // size if size else 0
+
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """(first byte, bytes) of what is read by itself: each plane in layer order, then the summaries."""

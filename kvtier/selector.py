@@ -18,6 +18,8 @@ from kvtier.plugins import Plugins
 if TYPE_CHECKING:
     import torch
 
+    from kvtier.kernels.summary import PageSummaries
+
 #: How the scores of the query heads that share a KV head become one.
 Reduction = Literal["softmax-mean", "max", "mean"]
 REDUCTIONS: tuple[Reduction, ...] = ("softmax-mean", "max", "mean")
@@ -35,7 +37,7 @@ class Query:
         scale: what ``q . k`` is multiplied with before the softmax.
         kv_heads: KV heads; query head ``h`` belongs to KV head ``h // (heads / kv_heads)``.
         pages: sealed pages of the sequence.
-        summary: ``[pages, 4, kv_heads, dim]``, as ``kvtier.kernels.summary`` makes it.
+        summaries: what is known of the pages' keys, where it lies.
         shares: reads everything and gives the true share of attention of each page, float32 ``[heads, pages]``; what
             is missing to 1 is the unsealed tail's. As dear as dense attention.
     """
@@ -45,8 +47,13 @@ class Query:
     scale: float
     kv_heads: int
     pages: int
-    summary: torch.Tensor
+    summaries: PageSummaries
     shares: Callable[[], torch.Tensor]
+
+    @property
+    def summary(self) -> torch.Tensor:
+        """``[pages, 4, kv_heads, dim]``, as ``kvtier.kernels.summarise_pages`` makes it; copied anew each time."""
+        return self.summaries.gather()
 
 
 class Selector(ABC):

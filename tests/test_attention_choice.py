@@ -26,7 +26,7 @@ from kvtier.attention.filters import (
 from kvtier.attention.mode import parse_mode
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
-from kvtier.kernels.summary import summarise_pages
+from kvtier.kernels.summary import PageSummaries, summarise_pages
 from kvtier.kernels.table import PageTable
 from kvtier.layout import LayerLayout, PageLayout
 from kvtier.selector import Query, Selector, load_selector
@@ -57,7 +57,15 @@ class Case:
         table = PageTable(
             [slab], [(0, n * size) for n in range(pages)], page_bytes=size, page_tokens=TOKENS
         )
-        self.summary = summarise_pages(table, start=0, heads=kv_heads, dim=DIM, dtype=torch.float32)
+        made_of = {"heads": kv_heads, "dim": DIM, "dtype": torch.float32}
+        found = summarise_pages(table, start=0, **made_of)
+        each = found[0].nbytes
+        store = torch.empty(pages * each + 16, dtype=torch.uint8)
+        slab = store[-store.data_ptr() % 16 :][: pages * each]
+        slab.copy_(found.view(torch.uint8).view(-1))
+        places = [(0, n * each) for n in range(pages)]
+        table = PageTable([slab], places, page_bytes=each, page_tokens=TOKENS)
+        self.summaries = PageSummaries(table, 0, **made_of)
         grouped = self.q.view(kv_heads, group, DIM)
         logits = torch.einsum("hgd,pthd->hgpt", grouped, self.keys) / DIM**0.5
         self.page_lse = logits.logsumexp(-1).view(kv_heads * group, pages)
@@ -70,7 +78,7 @@ class Case:
 
     def query(self, layer: int = 1) -> Query:
         pages, _, kv_heads, _ = self.keys.shape
-        return Query(layer, self.q, DIM**-0.5, kv_heads, pages, self.summary, lambda: self.shares)
+        return Query(layer, self.q, DIM**-0.5, kv_heads, pages, self.summaries, lambda: self.shares)
 
     def choose(self, mode: str) -> Choice:
         selection = parse_mode(mode).selection

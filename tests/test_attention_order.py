@@ -213,15 +213,33 @@ def grown_on_another_stream(kind: Kind) -> None:
 
 
 def rows_that_go(kind: Kind) -> None:
-    """A row's summaries are given up right behind the step that read them."""
+    """A row's summaries are given up right behind the step that read them, and another stream writes to their slots;
+    and the other way round."""
     mode = parse_mode("select:quest,budget=3pages,dense=none")
     with a_store([FULL] * 2, vram=60, host=0, disk=0) as store:
+        one, two = store.device.stream("one"), store.device.stream("two")
         batch = PagedBatch(store, mode, [0, 0], engine=kind, exact=False)
-        batch.step(20)
-        batch.step(1)
-        batch.step(1)  # nothing grows in it, which would wait for everything
-        batch.engine.rearrange([1])
+        with store.device.on(one):
+            batch.step(20)
+            batch.step(1)
+            batch.step(1)  # nothing is fetched in it, which would wait for everything
+            batch.engine.rearrange([1])
+        other = PagedBatch(store, mode, [0], engine=kind, exact=False, seed=1)
+        with store.device.on(two):
+            other.step(14, ids=False)
+        other.close()
         batch.close()
+    with a_store([FULL], page=2, vram=60, host=0, disk=0) as store:
+        one, two = store.device.stream("one"), store.device.stream("two")
+        first, second = (PagedBatch(store, mode, [0], engine=kind, exact=False) for _ in range(2))
+        with store.device.on(two):
+            second.step(12)
+        with store.device.on(one):
+            first.step(2, ids=False)
+            first.close()  # its slot is the lowest that is free
+        with store.device.on(two):
+            second.step(1)
+        second.close()
 
 
 def given_up(kind: Kind) -> None:
@@ -269,7 +287,6 @@ def everything(kind: Kind) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that has to grow often."""
     monkeypatch.setattr(planes_module, "MIN_PLANES", 1)
-    monkeypatch.setattr(summaries_module, "MIN_PAGES", 1)
 
 
 @pytest.mark.usefixtures("small")
@@ -280,7 +297,8 @@ def test_no_races(scenario: Callable[[Kind], None]) -> None:
 
 MODULES = (planes_module, select_module, summaries_module, engine_module)
 _WAIT = re.compile(
-    r"^( *)(\S.*(?:\.wait|\.synchronize|stage\.end|paged\.end|self\.wait)\(.*\))$", re.MULTILINE
+    r"^( *)(\S.*(?:\.wait|\.synchronize|stage\.end|paged\.end|self\.wait|index\.used|order_behind)\(.*\))$",
+    re.MULTILINE,
 )
 
 
@@ -315,7 +333,6 @@ def test_every_wait_is_needed(
         mutant.MIN_PLANES = 1  # type: ignore[attr-defined]
         monkeypatch.setattr(select_module, "PlaneStage", mutant.PlaneStage)
     else:
-        mutant.MIN_PAGES = 1  # type: ignore[attr-defined]
         monkeypatch.setattr(select_module, "SummaryIndex", mutant.SummaryIndex)
         monkeypatch.setattr(session_module, "write_summaries", mutant.write_summaries)
     with pytest.raises(RaceError):

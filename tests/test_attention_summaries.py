@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.attention.mode import parse_mode
 from kvtier.attention.select import SelectDecode
+from kvtier.devices.emulated import EmulatedDevice
+from kvtier.errors import TierFullError
+from kvtier.layout import PageLayout
+from kvtier.store.store import TieredStore
 from tests.paged_batch import FULL, SLIDING, PagedBatch, a_store
 
 PAGE = 3
@@ -103,7 +110,9 @@ class Summaries(RuleBasedStateMachine):
             low, high = k.amin(2), k.amax(2)
             want = [low, high, k.mean(2), (k - (low + high)[:, :, None] / 2).abs().mean(2)]
             for row, each in enumerate(want):
-                assert torch.allclose(index.layer(layer)[:, row], each.transpose(0, 1), atol=1e-5)
+                assert torch.allclose(
+                    index.layer(layer).gather()[:, row], each.transpose(0, 1), atol=1e-5
+                )
 
     def teardown(self) -> None:
         for batch in (self.batch, *self.others):
@@ -113,3 +122,92 @@ class Summaries(RuleBasedStateMachine):
 
 TestSummaries = Summaries.TestCase
 TestSummaries.settings = settings(max_examples=14, stateful_step_count=20, deadline=None)
+
+
+# ---------------------------------------------------------------------- the tier's memory
+
+
+def decoded(
+    vram: int, limit: int | None, pads: list[int], grow: bool, *, columns: int = 160
+) -> tuple[list[torch.Tensor], int, int]:
+    """Logits' stand-ins of steps in a store whose slabs are all taken before the first summary is; the peak of the
+    device's memory, and what is not the tier's of it."""
+    layout = PageLayout([FULL, SLIDING, FULL], 4, summaries=True)
+    with tempfile.TemporaryDirectory() as folder:
+        device = EmulatedDevice(vram_bytes=limit or 16 << 20)
+        store = TieredStore(
+            layout, device=device, vram=vram * layout.page_bytes, host=6 * layout.page_bytes,
+            disk=4 << 20, path=folder, check=True, durability="relaxed",
+        )  # fmt: skip
+        store.give_tails(store.take_tails(vram), [])
+        assert device.used_bytes == vram * layout.page_bytes
+        mode = parse_mode("select:quest,budget=4pages,dense=none,scope=layer,prefetch=random")
+        batch = PagedBatch(store, mode, pads, exact=False)
+        staging = batch.engine.stream.staging
+        staging.fit(len(pads), columns, 30.0)
+        outs: list[torch.Tensor] = []
+        attend = batch.engine.attend
+
+        def kept(*of: Any) -> torch.Tensor:
+            outs.append(attend(*of))
+            return outs[-1]
+
+        batch.engine.attend = kept  # type: ignore[method-assign]
+        try:
+            for _ in range(12):
+                batch.step(4)
+            batch.step(1)
+            for _ in range(20 if grow else 3):
+                batch.step(3 if grow else 1)
+                batch.step(1)
+            beside = batch.engine.staging_bytes
+        finally:
+            batch.close()
+            store.close()
+        assert device.used_bytes == 0
+        return outs, device.stats.peak_bytes, beside
+
+
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("pads", [[0], [0, 5]])
+def test_pages_and_summaries_take_no_more_than_the_tier(pads: list[int], grow: bool) -> None:
+    """A device that has the tier and the staging memory, and not a byte more, is enough."""
+    vram = 10 + 14 * len(pads)  # with ``grow`` there is no room for all pages
+    want, _, beside = decoded(vram, None, pads, grow)
+    limit = vram * PageLayout([FULL, SLIDING, FULL], 4, summaries=True).page_bytes + beside
+    got, peak, _ = decoded(vram, limit, pads, grow)
+    assert peak <= limit
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_tier_without_room_for_summaries_changes_nothing() -> None:
+    """Rows get theirs together or not at all."""
+    with a_store([FULL] * 2, page=2, vram=12, host=8) as store:
+        mode = parse_mode("select:quest,budget=3pages,dense=none")
+        batch = PagedBatch(store, mode, [0, 0], exact=False)
+        for _ in range(6):
+            batch.step(2)
+        held = store.take_tails(10, owner="somebody")
+        before = store.stats().tiers["vram"].used_bytes
+        with pytest.raises(TierFullError) as told:
+            batch.engine.prepare([[page] * 30 for page in (None, None)], 1)  # type: ignore[list-item]
+        assert told.value.tier == "vram"
+        assert batch.engine.summary_bytes == 0
+        assert store.stats().tiers["vram"].used_bytes <= before
+        store.give_tails(held, [])
+        batch.step(1)
+        assert batch.engine.summary_bytes > 0
+        batch.close()
+
+
+def test_slots_of_summaries_are_no_pages_to_the_policy() -> None:
+    with a_store([FULL] * 2, page=2, vram=20, host=8) as store:
+        policy = store._directory.policies["vram"]
+        slots = store.lend(3, "summaries")
+        assert policy.capacity == 17
+        with pytest.raises(TierFullError, match=r"summaries \(3 pages\)"):
+            store.take_tails(18)
+        store.take_back(slots, [])
+        assert policy.capacity == 20

@@ -96,7 +96,7 @@ class AttentionEngine:
         memory (``exact-split``), what has been chosen of late to VRAM (``select``).
 
         Raises:
-            DeviceOOMError, TierFullError: there is no VRAM for summaries.
+            TierFullError: the VRAM tier has no room for summaries.
         """
         if self.paged is None or new != 1:
             return

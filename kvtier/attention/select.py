@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 from collections import Counter
@@ -76,12 +77,16 @@ class SelectDecode(PagedDecode):
         """Room for the summaries of so many pages a row; before the step's leases are taken.
 
         Raises:
-            DeviceOOMError, TierFullError: there is no VRAM for them.
+            TierFullError: the VRAM tier has no room for them; nothing was changed.
         """
         if len(pages) != len(self._indexes):
             self._resize(len(pages))
-        for index, count in zip(self._indexes, pages, strict=True):
-            index.reserve(count)
+        lacking = [index.lacking(count) for index, count in zip(self._indexes, pages, strict=True)]
+        if any(lacking):
+            # For all rows or for none.
+            slots = iter(self.store.lend(sum(lacking), "summaries"))
+            for index, count in zip(self._indexes, lacking, strict=True):
+                index.grow(list(itertools.islice(slots, count)))
 
     def begin(self, rows: Sequence[Row]) -> None:
         super().begin(rows)
@@ -211,7 +216,7 @@ class SelectDecode(PagedDecode):
             scale=scale,
             kv_heads=plane.k.heads,
             pages=len(self.pages[number]),
-            summary=self._indexes[number].layer(plane.layer),
+            summaries=self._indexes[number].layer(plane.layer),
             shares=functools.partial(self._true_shares, number, plane, q, scale),
         )
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 
+from kvtier.attention.tables import merged
 from kvtier.devices.base import Buffer, Device, Event, Range
-from kvtier.errors import CopyFailedError, DeviceOOMError, PageLostError, TierFullError
+from kvtier.errors import PageLostError
 from kvtier.kernels.pages import scatter_pages
-from kvtier.kernels.summary import summarise_pages
+from kvtier.kernels.summary import PageSummaries, summarise_pages
 from kvtier.kernels.table import PageTable
-from kvtier.layout import Part
+from kvtier.layout import PLANE_ALIGN
+from kvtier.mover import order_behind
 from kvtier.store.lease import Lease
 from kvtier.store.page import Page
 from kvtier.store.store import TieredStore
 from kvtier.tiers.memory import Slot
-
-#: Pages that an index makes room for beyond those that there are, at least,
-MIN_PAGES = 16
-#: unless that takes more than this part of the VRAM tier.
-SPARE_SHARE = 32
 
 
 def write_summaries(store: TieredStore, slots: Sequence[Slot], written: Event | None) -> Event:
@@ -69,9 +65,10 @@ def write_summaries(store: TieredStore, slots: Sequence[Slot], written: Event | 
 
 
 class SummaryIndex:
-    """The summaries of one sequence's sealed pages in VRAM, layer by layer.
+    """The summaries of one sequence's sealed pages in VRAM, page by page in slots of the VRAM tier.
 
-    Its bytes are taken from the VRAM tier's capacity.
+    It takes no memory but such slots, so that pages and summaries together never take more than the tier, and it grows
+    by one slot after another: nothing that is held has to move.
 
     Args:
         store: where the pages are; its layout has summaries.
@@ -82,9 +79,13 @@ class SummaryIndex:
         self.device: Device = store.device
         self._parts = {n: p for n, p in enumerate(store.layout.summary_parts) if p is not None}
         self._first, self._page_bytes = store.layout.summary_range
+        #: From one summary to the next in a slot.
+        self._stride = -(-self._page_bytes // PLANE_ALIGN) * PLANE_ALIGN
+        self._each = store.layout.summaries_a_slot
+        self._slots: list[Slot] = []
         self._pages: list[Page] = []
-        self._buffer: Buffer | None = None
-        self._room = 0
+        self._ranges: list[Range] = []
+        self._table: PageTable | None = None
         #: Whose pages are held, all of them.
         self._lease: Lease | None = None
         #: Work that may still read the memory.
@@ -93,55 +94,27 @@ class SummaryIndex:
     @property
     def nbytes(self) -> int:
         """VRAM in use."""
-        return 0 if self._buffer is None else self._buffer.nbytes
+        return len(self._slots) * self.store.layout.page_bytes
 
     def __len__(self) -> int:
         return len(self._pages)
 
     @property
     def ranges(self) -> list[Range]:
-        """The memory, for a device to check."""
-        return [] if self._buffer is None else [self._buffer.range()]
+        """Where the summaries are, for a device to check."""
+        return self._ranges
 
-    def reserve(self, pages: int) -> None:
-        """Have room for ``pages`` pages. Called while no lease pins the tier, which may have to give pages up for it.
+    def lacking(self, pages: int) -> int:
+        """Slots that it takes, beyond those that there are, to hold the summaries of so many pages."""
+        return max(0, self.store.layout.summary_slots(pages) - len(self._slots))
 
-        Raises:
-            DeviceOOMError, TierFullError: there is no VRAM for them, even if only these are held.
-        """
-        if pages <= self._room:
-            return
-        spare = self.store.sizes["vram"] // SPARE_SHARE // self._page_bytes
-        room = pages + min(spare, max(MIN_PAGES, pages // 4))
-        try:
-            fresh = self._take(room)
-        except (DeviceOOMError, TierFullError):
-            # No room for the old and the new memory at once: the pages themselves have what is in it.
-            self.close()
-            room = pages
-            fresh = self._take(room)
-        old, keep = self._buffer, len(self._pages)
-        before = {n: self._rows(n, p)[:keep] for n, p in self._parts.items()} if old else {}
-        self._buffer, self._room = fresh, room
-        if old is None:
-            return
-        compute = self.device.compute_stream()
-        if self._used is not None:
-            compute.wait(self._used)
-
-        def kernel() -> None:
-            for n, rows in before.items():
-                self._rows(n, self._parts[n])[:keep].copy_(rows)
-
-        self.device.launch(
-            compute, "grow summaries", kernel, reads=[old.range()], writes=[fresh.range()]
-        )
-        compute.record().synchronize(self.store.timeout_s)
-        self._give(old)
+    def grow(self, slots: Sequence[Slot]) -> None:
+        """Have these slots too, until ``close``; see ``TieredStore.lend``."""
+        self._slots += slots
 
     def follow(self, lease: Lease) -> None:
         """Hold the summaries of the leased pages, in order; what is held already is not read again. There must be
-        room (see ``reserve``), and the compute stream be behind all that wrote the pages.
+        room (see ``lacking``), and the compute stream be behind all that wrote the pages.
 
         Raises:
             PageLostError: a page on disk turned out to be damaged.
@@ -154,61 +127,66 @@ class SummaryIndex:
             if mine is not theirs:
                 break
             have += 1
-        del self._pages[have:]
-        if have < len(lease.pages):
-            self._fetch(lease, have)
-            self._pages += lease.pages[have:]
+        if have < max(len(self._pages), len(lease.pages)):
+            del self._pages[have:]
+            try:
+                self._fetch(lease, have)
+                self._pages += lease.pages[have:]
+            finally:
+                self._find()
         self._lease = lease
 
-    def layer(self, layer: int) -> torch.Tensor:
-        """``[pages, 4, kv_heads, dim]`` of a layer, for work on the compute stream."""
+    def layer(self, layer: int) -> PageSummaries:
+        """Those of a layer, for compute work. There is a page at least."""
+        assert self._table is not None
         part = self._parts[layer]
-        raw = self._rows(layer, part)[: len(self._pages)]
-        return raw.view(getattr(torch, part.dtype)).view(-1, 4, part.heads, part.dim)
+        return PageSummaries(
+            self._table, part.offset - self._first, part.heads, part.dim, getattr(torch, part.dtype)
+        )
 
     def used(self, event: Event) -> None:
         """``event`` is behind the last reads."""
         self._used = event
 
     def close(self) -> None:
-        """Give the memory back, once the work on it is done. Idempotent; can be used again."""
+        """Give the slots back; their next writer waits for the work on them. Idempotent; can be used again."""
         self._pages.clear()
         self._lease = None
-        buffer, self._buffer, self._room = self._buffer, None, 0
-        if buffer is not None:
-            if self._used is not None and not self.store.closed:
-                # A failed copy has ended as well as any other.
-                with contextlib.suppress(CopyFailedError):
-                    self._used.synchronize(self.store.timeout_s)
-            self._give(buffer)
+        self._find()
+        slots, self._slots = self._slots, []
+        self.store.take_back(slots, [] if self._used is None else [self._used])
 
     # ------------------------------------------------------------------ inside
 
-    def _take(self, room: int) -> Buffer:
-        """Memory for ``room`` pages, taken from the tier."""
-        nbytes = room * self._page_bytes
-        self.store.withhold_vram(nbytes)
-        try:
-            return self.device.alloc(nbytes)
-        except BaseException:
-            self.store.withhold_vram(-nbytes)
-            raise
+    def _place(self, number: int) -> Range:
+        """Where the summaries of a page are."""
+        slot, at = divmod(number, self._each)
+        return self._slots[slot].range(at * self._stride, self._page_bytes)
 
-    def _give(self, buffer: Buffer) -> None:
-        self.device.free(buffer)
-        self.store.withhold_vram(-buffer.nbytes)
-
-    def _rows(self, layer: int, part: Part) -> torch.Tensor:
-        """uint8 ``[room, bytes of a summary]``."""
-        assert self._buffer is not None
-        start = (part.offset - self._first) * self._room
-        return self._buffer.raw()[start : start + self._room * part.nbytes].view(self._room, -1)
+    def _find(self) -> None:
+        """The table and the ranges of what is held. The gaps between summaries are nobody's: nothing was written there
+        since the slot was another's."""
+        places = [self._place(number) for number in range(len(self._pages))]
+        self._ranges = merged(places)
+        slabs = list({id(at.buffer): at.buffer for at in places}.values())
+        number = {id(slab): n for n, slab in enumerate(slabs)}
+        self._table = None
+        if places:
+            self._table = PageTable(
+                [slab.raw() for slab in slabs],
+                [(number[id(at.buffer)], at.start) for at in places],
+                page_bytes=self._page_bytes,
+                page_tokens=self.store.layout.page_tokens,
+            )
 
     def _fetch(self, lease: Lease, have: int) -> None:
-        """Bring the summaries of the pages from ``have`` on to the end of those held."""
+        """Bring the summaries of the pages from ``have`` on behind those held."""
         fresh = range(have, len(lease.pages))
+        if not fresh:
+            return
         compute = self.device.compute_stream()
-        packed = self.device.alloc(len(fresh) * self._page_bytes)
+        for slot in self._slots[have // self._each :]:
+            order_behind(compute, slot)
         bounce: Buffer | None = None
         try:
             disk = [n for n in fresh if lease.copies[n].slot is None]
@@ -218,9 +196,8 @@ class SummaryIndex:
             places = {n: at * self._page_bytes for at, n in enumerate(disk)}
             up: list[tuple[Range, Range]] = []
             across: list[tuple[Range, Range]] = []
-            for at, n in enumerate(fresh):
-                to = packed.range(at * self._page_bytes, (at + 1) * self._page_bytes)
-                copy = lease.copies[n]
+            for n in fresh:
+                to, copy = self._place(n), lease.copies[n]
                 if copy.slot is None:
                     assert bounce is not None
                     up.append((to, bounce.range(places[n], places[n] + self._page_bytes)))
@@ -234,11 +211,9 @@ class SummaryIndex:
                     self.device.copy(compute, parts)
             if up:
                 self.store.count_streamed(len(up) * self._page_bytes, len(up))
-            self._spread(compute_rows=packed, first=have, count=len(fresh))
-            # The packed copy and the bounce memory go at once, so the copies have to be over.
+            # The bounce memory goes at once, and a failed copy must not count as held.
             compute.record().synchronize(self.store.timeout_s)
         finally:
-            self.device.free(packed)
             if bounce is not None:
                 self.device.free(bounce)
 
@@ -254,18 +229,3 @@ class SummaryIndex:
         except PageLostError:
             self._pages.clear()
             raise
-
-    def _spread(self, compute_rows: Buffer, first: int, count: int) -> None:
-        """From page by page to layer by layer."""
-        assert self._buffer is not None
-        rows = compute_rows.raw().view(count, self._page_bytes)
-
-        def kernel() -> None:
-            for n, part in self._parts.items():
-                at = part.offset - self._first
-                self._rows(n, part)[first : first + count] = rows[:, at : at + part.nbytes]
-
-        self.device.launch(
-            self.device.compute_stream(), "spread summaries", kernel,
-            reads=[compute_rows.range()], writes=[self._buffer.range()],
-        )  # fmt: skip

@@ -46,8 +46,8 @@ class LeasedPages:
         self.hot_table = table_of(hot_slots, layout)
         self.host_codec = self.host_slots[0].codec if self.host_slots else None
         self.host_table = table_of(self.host_slots, layout)
-        self.ranges = merged(hot_slots)
-        self.host_ranges = merged(self.host_slots)
+        self.ranges = merged([slot.range() for slot in hot_slots])
+        self.host_ranges = merged([slot.range() for slot in self.host_slots])
         #: place in the sequence -> row of its table.
         self.hot_row = {place: row for row, place in enumerate(self.hot)}
         self.host_row = {place: row for row, place in enumerate(self.host)}
@@ -107,13 +107,13 @@ def tail_table(row: Row, layout: PageLayout) -> PageTable | None:
     return table_of(slots, layout, tokens)
 
 
-def merged(slots: Sequence[Slot]) -> list[Range]:
-    """The slots as ranges, those that follow each other as one."""
+def merged(places: Sequence[Range]) -> list[Range]:
+    """The same bytes, ranges that follow each other as one."""
     ranges: list[Range] = []
-    for slot in slots:
+    for place in places:
         last = ranges[-1] if ranges else None
-        if last is not None and last.buffer is slot.slab and last.stop == slot.start:
-            ranges[-1] = Range(slot.slab, last.start, slot.start + slot.nbytes)
+        if last is not None and last.buffer is place.buffer and last.stop == place.start:
+            ranges[-1] = Range(place.buffer, last.start, place.stop)
         else:
-            ranges.append(slot.range())
+            ranges.append(place)
     return ranges

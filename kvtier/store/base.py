@@ -107,7 +107,9 @@ class StoreBase:
         self.device: Device = open_device(device) if isinstance(device, str) else device
         if codecs and self.device.torch_device.type == "meta":
             raise ConfigError("a codec needs a device that has bytes; this one only counts them")
-        self._foresight = Foresight(layout, self.device, sizes)
+        self._foresight = Foresight(
+            layout, self.device, sizes, {"host": host_codec, "disk": disk_codec}
+        )
         if expect is not None:
             # Nothing is allocated yet: a warning that is an error leaves nothing behind.
             try:
@@ -289,17 +291,6 @@ class StoreBase:
                 raise PageLostError(
                     f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again"
                 )
-
-    def withhold_vram(self, nbytes: int, *, timeout_s: float | None = None) -> None:
-        """Take ``nbytes`` of the VRAM tier's capacity for something else than pages, in whole pages; negative: give
-        them back.
-
-        Raises:
-            TierFullError: that much cannot be freed; nothing was changed.
-        """
-        with self._locked(timeout_s, even_closed=True) as deadline:
-            if not self._closed:
-                self._placement.withhold("vram", nbytes, deadline)
 
     def count_streamed(self, nbytes: int, copies: int) -> None:
         """Account planes that an attention step has gathered from host memory over the link."""

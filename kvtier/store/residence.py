@@ -51,6 +51,8 @@ class Residence:
         self.mover = Mover(device)
         #: Index of each unsealed VRAM slot -> who writes to it.
         self.tails: dict[int, str] = {}
+        #: VRAM slots that are no pages and will not become any.
+        self.lent = 0
         host = slots.get("host")
         self.host_guard = ThrashGuard(host.capacity_pages if host is not None else 0)
         self.warnings: list[str] = []
@@ -125,6 +127,12 @@ class Residence:
         self.directory.disown(page, owner)
         self._bury(page)
         self.reap(page)
+
+    def resize_lent(self, slots: int) -> None:
+        """So many more VRAM slots are lent, or (negative) fewer."""
+        self.lent += slots
+        left = self.slots["vram"].capacity_pages - self.lent
+        self.directory.policies["vram"].resize(max(1, left))
 
     # ------------------------------------------------------------------ going
 

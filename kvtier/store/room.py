@@ -92,15 +92,6 @@ class Room(Writes):
         while held:
             self.unhold(*held.pop(), used=used)
 
-    def withhold(self, tier: str, nbytes: int, deadline: float) -> None:
-        """Shrink a slot tier by ``nbytes``, in whole pages, or let it grow again. Raises as ``ensure``."""
-        slots = self.slots[tier]
-        pages = slots.withheld_pages(nbytes)
-        if pages > 0:
-            self.ensure(tier, pages, deadline)
-        slots.withhold(nbytes)
-        self.directory.policies[tier].resize(max(1, slots.usable_pages))
-
     def take(self, tier: str, deadline: float) -> Slot:
         """A free slot of a slot tier; makes room if need be. Raises as ``ensure``."""
         while True:
@@ -131,9 +122,6 @@ class Room(Writes):
         who = ", ".join(f"{name} ({n} pages)" for name, n in sorted(holders.items())) or "nobody"
         trouble = f" ({failed} of them since their copies failed)" if failed else ""
         slots = self.slots[tier]
-        lent = slots.withheld_bytes
-        if lent:
-            trouble += f" or holds summaries ({format_size(lent)})"
         return TierFullError(
             f"no room for {pages} page(s) of {format_size(slots.page_bytes)} in the {tier} tier of "
             f"{slots.capacity_pages} pages: everything in it is held{trouble}, by {who}; close "

@@ -58,6 +58,20 @@ class SessionPages(StoreBase):
                     del self._placement.tails[slot.index]
                     self._placement.slots["vram"].give(slot, after)
 
+    def lend(self, count: int, owner: str, *, timeout_s: float | None = None) -> list[Slot]:
+        """VRAM slots for something that is no page, as ``take_tails``, and for long: the policy goes by what is left."""
+        with self._locked(timeout_s):
+            slots = self.take_tails(count, owner=owner, timeout_s=timeout_s)
+            self._placement.resize_lent(count)
+            return slots
+
+    def take_back(self, slots: Sequence[Slot], after: Sequence[Event]) -> None:
+        """The end of ``lend``; ``after`` are events of the last work on the slots."""
+        with self._locked(None, even_closed=True):
+            if not self._closed:
+                self.give_tails(slots, after)
+                self._placement.resize_lent(-len(slots))
+
     def fill_tail(self, slot: Slot, page: Page, *, timeout_s: float | None = None) -> None:
         """Copy a page that the caller owns into an unsealed slot, and wait until it is there.
 

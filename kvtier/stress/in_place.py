@@ -10,22 +10,20 @@ from kvtier.cost.churn import Traffic, traffic
 from kvtier.cost.decode import LayerLoad
 from kvtier.cost.in_place import InPlaceLoad
 from kvtier.cost.modes import Selection as Chosen
-from kvtier.layout import SUMMARY_ROWS
+from kvtier.layout import SUMMARY_ROWS, PageLayout
 
 if TYPE_CHECKING:
     from kvtier.stress.plan import LoadPlan
 
-#: What a page index makes room for at least, and beyond what it needs: ``kvtier.attention.summaries``.
-_INDEX_PAGES, _INDEX_SPARE = 16, 1.25
-#: The same of a half of the memory through which planes come: ``kvtier.attention.planes``.
+#: What a half of the memory through which planes come has room for at least, and beyond what it needs:
+#: ``kvtier.attention.planes``.
 _HALF_PLANES, _HALF_SPARE = 16, 1.5
 
 
-def summary_bytes(plan: LoadPlan) -> int:
-    """VRAM for the summaries of all pages, taken from the tier."""
-    pages = plan.context // plan.spec.page_tokens
-    room = max(_INDEX_PAGES, math.ceil(pages * _INDEX_SPARE))
-    return plan.spec.sessions * room * plan.layout.summary_range[1]
+def summary_slots(plan: LoadPlan, layout: PageLayout) -> int:
+    """Slots of the VRAM tier, of that layout, that the summaries of all pages take."""
+    pages = plan.columns // plan.spec.page_tokens
+    return plan.spec.sessions * layout.summary_slots(pages)
 
 
 def plane_bytes(plan: LoadPlan, selection: Selection) -> int:

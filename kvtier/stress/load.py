@@ -30,6 +30,7 @@ from kvtier.identity import ModelIdentity
 from kvtier.session.session import Session
 from kvtier.store.store import TieredStore
 from kvtier.stress.forward import LONGEST_WAIT_S, Forward, Weights
+from kvtier.stress.in_place import summary_slots
 from kvtier.stress.plan import SPARE_TOKENS, LoadPlan
 from kvtier.stress.report import ContextResult, empty_result
 
@@ -150,9 +151,10 @@ class _Load:
             self._close(store)
 
     def _vram(self) -> int:
-        """The tier: pages, and room for the summaries that are taken from it, in whole pages."""
-        page = self.plan.run_layout.page_bytes
-        return (self.plan.tier_pages + -(-round(self.plan.summaries * self._scale) // page)) * page
+        """The tier: pages, and slots for the summaries that are taken from it."""
+        plan = self.plan
+        lent = summary_slots(plan, plan.run_layout) if plan.summaries else 0
+        return (plan.tier_pages + lent) * plan.run_layout.page_bytes
 
     def _pages(self, nbytes: int) -> int:
         """A tier of as many pages as ``nbytes`` hold at full size."""
@@ -189,7 +191,7 @@ class _Load:
                 # At once for all sequences: growing it later would take more.
                 self.engine.stream.staging.fit(spec.sessions, self.plan.columns, store.timeout_s)
                 if isinstance(self.engine.paged, SelectDecode):
-                    # Before the tier has grown into the memory that summaries take from it.
+                    # Before the tier is full of pages, which would have to go for them.
                     pages = self.plan.context // spec.page_tokens
                     self.engine.paged.reserve([pages] * spec.sessions)
                 self._prefill()

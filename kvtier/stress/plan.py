@@ -24,7 +24,7 @@ from kvtier.cost.outlook import Load
 from kvtier.errors import ConfigError
 from kvtier.layout import PageLayout, Plane
 from kvtier.stress import in_place
-from kvtier.stress.in_place import plane_bytes, summary_bytes
+from kvtier.stress.in_place import plane_bytes, summary_slots
 from kvtier.stress.spec import LoadSpec
 from kvtier.units import format_size
 
@@ -166,8 +166,10 @@ class LoadPlan:
 
     @cached_property
     def summaries(self) -> int:
-        """Of all pages, wherever those are."""
-        return summary_bytes(self) if self.asked.selection is not None else 0
+        """Of all pages, wherever those are, in slots of the tier."""
+        if self.asked.selection is None:
+            return 0
+        return summary_slots(self, self.layout) * self.layout.page_bytes
 
     @cached_property
     def plane_stage(self) -> int:

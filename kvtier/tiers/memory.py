@@ -76,8 +76,6 @@ class SlotTier:
         self._free: list[int] = []
         self._taken: set[int] = set()
         self.peak_pages = 0
-        #: Lent to something that is no page, see ``withhold``.
-        self.withheld_bytes = 0
         #: Set when the device had less memory than the tier was promised.
         self.shortfall: str | None = None
 
@@ -92,27 +90,7 @@ class SlotTier:
     @property
     def free_pages(self) -> int:
         """Slots that ``take`` can still hand out without anything being given back."""
-        return self.usable_pages - self.used_pages
-
-    @property
-    def usable_pages(self) -> int:
-        """Slots in all, less what is withheld."""
-        return self.capacity_pages - self._withheld
-
-    @property
-    def _withheld(self) -> int:
-        return -(-self.withheld_bytes // self.page_bytes)
-
-    def withheld_pages(self, nbytes: int) -> int:
-        """Pages that ``withhold(nbytes)`` would take away."""
-        return -(-(self.withheld_bytes + nbytes) // self.page_bytes) - self._withheld
-
-    def withhold(self, nbytes: int) -> None:
-        """Lend ``nbytes`` of the capacity to something that is no page, or (negative) take them back. As many pages
-        must be free."""
-        self.withheld_bytes += nbytes
-        assert self.withheld_bytes >= 0, "more was given back than was withheld"
-        assert self.free_pages >= 0, "there are pages in what is withheld"
+        return self.capacity_pages - self.used_pages
 
     def take(self) -> Slot | None:
         """A free slot, contents undefined, or ``None`` if the tier is full."""
@@ -146,7 +124,7 @@ class SlotTier:
         assert len(self._free) + len(self._taken) == len(self._slots) <= self.capacity_pages
 
     def _grow(self) -> bool:
-        room = self.usable_pages - len(self._slots)
+        room = self.capacity_pages - len(self._slots)
         if room <= 0:
             return False
         pages = min(room, max(8, SLAB_BYTES // self.page_bytes))
@@ -156,7 +134,7 @@ class SlotTier:
             if not self._slots:
                 raise
             self.shortfall = f"the {self.name} tier stays at {len(self._slots)} of {self.capacity_pages} pages: {error}"
-            self.capacity_pages = len(self._slots) + self._withheld
+            self.capacity_pages = len(self._slots)
             return False
         self._slabs.append(slab)
         for i in range(pages):

@@ -36,5 +36,5 @@ class ArkBox(Selector):
     def scores(self, query: Query) -> torch.Tensor:
         from kvtier.kernels.scores import arkbox_scores
 
-        estimates = arkbox_scores(query.q, query.summary)
+        estimates = arkbox_scores(query.q, query.summaries)
         return reduce_group(estimates, query.kv_heads, self.reduce, query.scale)

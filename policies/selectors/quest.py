@@ -36,5 +36,5 @@ class Quest(Selector):
     def scores(self, query: Query) -> torch.Tensor:
         from kvtier.kernels.scores import quest_scores
 
-        bounds = quest_scores(query.q, query.summary)
+        bounds = quest_scores(query.q, query.summaries)
         return reduce_group(bounds, query.kv_heads, self.reduce, query.scale)

@@ -18,7 +18,7 @@ from kvtier.kernels.moves import move_pieces
 from kvtier.kernels.pages import gather_pages, scatter_pages
 from kvtier.kernels.quantise import FORMATS, dequantise, quantise_keys, quantise_values
 from kvtier.kernels.scores import arkbox_scores, quest_scores
-from kvtier.kernels.summary import summarise_pages
+from kvtier.kernels.summary import PageSummaries, summarise_pages
 from kvtier.kernels.table import PageTable
 from kvtier.layout import LayerLayout, PageLayout
 
@@ -196,11 +196,28 @@ def scores(place: Place, cases: list[tuple[str, int, int, int, int]] = SCORE_CAS
             else:
                 plain = (case_q * (low + high) / 2 + case_q.abs() * spread).sum(-1)
             near(got, plain.float().view(kv_heads * group, count), f"{case}, formula", 1e-4)
+            lying = _lying(place, summary, start=48)
+            assert torch.equal(lying.gather().cpu(), summary)
+            same(score(q_there, lying, launcher=place.launcher), got, f"{case}, where they lie")
         bound = quest_scores(q_there, summary_there, launcher=place.launcher).cpu()
         keys = pages.here.read(0, layout.plane(0).k.nbytes).view(dtype)
         keys = keys.view(count, 8, kv_heads, dim).float()
         dots = torch.einsum("hgd,pthd->hgpt", q.float().view(kv_heads, group, dim), keys)
         assert (bound.view(kv_heads, group, count) >= dots.amax(-1) - 1e-3).all(), "not a bound"
+
+
+def _lying(place: Place, summary: torch.Tensor, start: int) -> PageSummaries:
+    """The same summaries, at ``start`` of pages in two slabs, in another order."""
+    count, each = len(summary), summary[0].nbytes
+    size = (start + each + 15) // 16 * 16
+    rows = torch.zeros(2, count, size, dtype=torch.uint8)
+    order = torch.randperm(count).tolist()
+    for page, at in enumerate(order):
+        rows[page % 2, at, start : start + each] = summary[page].view(torch.uint8).view(-1)
+    slabs = place.put(rows[0].view(-1), rows[1].view(-1))
+    pages = [(page % 2, at * size) for page, at in enumerate(order)]
+    table = PageTable(slabs, pages, page_bytes=size, page_tokens=8)
+    return PageSummaries(table, start, summary.shape[2], summary.shape[3], summary.dtype)
 
 
 def scores_small(place: Place) -> None:

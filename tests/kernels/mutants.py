@@ -189,6 +189,8 @@ MUTANTS = (
            "copy_bytes<uint4>(to", "copy_bytes<u32>(to"),
     Mutant("page bound missing", "scores", (BOUNDS,),
            "if (page >= n_pages) return;", ""),
+    Mutant("summary at the start of its page", "scores", (VALUES,),
+           "pages[page] + start) + (i64)head", "pages[page]) + (i64)head"),
     Mutant("page bound one too far", "masses", (BOUNDS,),
            "if (page < n_pages)\n", "if (page <= n_pages)\n"),
     Mutant("shared memory read one row too far", "masses", (BOUNDS,),

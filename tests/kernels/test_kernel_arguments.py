@@ -93,6 +93,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "scores of other dtype": (lambda: kernels.quest_scores(torch.zeros(4, 8), summary()), "q is of torch.float32; it must be of torch.float16"),
     "scores of three heads": (lambda: kernels.arkbox_scores(torch.zeros(3, 8, dtype=half), summary()), "q has 3 heads; they must be a multiple of the 2"),
     "scores of a wide head": (lambda: kernels.arkbox_scores(torch.zeros(1, 514), torch.zeros(1, 4, 1, 514)), "dim of summary is 514; it must be an integer from 1 to 512"),
+    "summaries past the page": (lambda: kernels.PageSummaries(table(), 400, 2, 8, half), "start, heads, dim: bytes 400 to 528"),
+    "summaries at an odd byte": (lambda: kernels.PageSummaries(table(), 1, 2, 8, half), "start is 1; it must be a multiple of 2"),
     "scores transposed": (lambda: kernels.quest_scores(torch.zeros(8, 4, dtype=half).t(), summary()), "q has strides .* must be contiguous"),
     "mass of other pages": (lambda: kernels.add_page_mass(torch.zeros(2, 3), torch.zeros(2), torch.zeros(4, dtype=torch.int32), torch.zeros(4)), r"rows has shape \[4\]; it must be \[3\]"),
     "mass rows as int64": (lambda: kernels.add_page_mass(torch.zeros(2, 3), torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(4)), "rows is of torch.int64"),
