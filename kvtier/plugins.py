@@ -5,15 +5,23 @@ Residency policies and selectors are both asked for this way.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by an unknown name, to end a message with; empty if nothing is near."""
+    near = difflib.get_close_matches(name, list(known), 2, 0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 class Plugins:
@@ -60,6 +68,7 @@ class Plugins:
                 allowed = ", ".join((*known, *common)) or "none"
                 raise ConfigError(
                     f"{self.kind} {head!r} has no parameter {name!r}; it has: {allowed}"
+                    f"{meant(name, (*known, *common))}"
                 )
             values[name] = self._convert(name, text, known[name], head)
         return cls, values, common
@@ -99,7 +108,7 @@ class Plugins:
             if head not in found:
                 raise ConfigError(
                     f"{self.kind} {head!r} is unknown; known are {', '.join(sorted(found))}, or give "
-                    "module:Class"
+                    f"module:Class{meant(head, found)}"
                 )
             cls = found[head].load()
         if not (isinstance(cls, type) and issubclass(cls, base)):

@@ -36,7 +36,7 @@ LAYERS = (
     ("policies",),
     ("kernels",),
     ("policy", "selector"),
-    ("layout", "identity", "keys", "announce", "plugins", "folders", "errors", "units"),
+    ("coding", "layout", "identity", "keys", "announce", "plugins", "folders", "errors", "units"),
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

@@ -548,7 +548,7 @@ def test_summaries_are_those_of_the_exact_keys(tmp_path: Path) -> None:
                 table, start=plane.k.offset, heads=plane.k.heads, dim=plane.k.dim,
                 dtype=torch.float32,
             )  # fmt: skip
-            got = index.layer(plane.layer)
+            got = index.layer(plane.layer).gather()
             assert torch.equal(got.reshape(-1), want.reshape(-1))
 
 

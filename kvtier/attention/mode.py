@@ -13,6 +13,7 @@ from typing import Literal
 
 from kvtier.attention.budget import Budget
 from kvtier.errors import ConfigError
+from kvtier.plugins import meant
 from kvtier.selector import Selector, load_selector
 
 Kind = Literal["exact-stream", "exact-split", "select"]
@@ -100,7 +101,14 @@ def parse_mode(text: str) -> Mode:
     if "budget" not in own:
         raise ConfigError(f"mode {text!r} has no budget; add budget=10%, 64pages or 2048tokens")
     spec = ":".join([name.strip(), ",".join(others)]) if others else name.strip()
-    return Mode("select", text, _selection(text, spec, own))
+    try:
+        return Mode("select", text, _selection(text, spec, own))
+    except ConfigError as error:
+        # What is none of ours is taken for the selector's.
+        near = [meant(item.partition("=")[0].strip(), _OWN) for item in others]
+        if "no parameter" not in str(error) or not any(near) or "did you mean" in str(error):
+            raise
+        raise ConfigError(f"{error}{max(near)}") from error
 
 
 def _selection(text: str, spec: str, own: dict[str, str]) -> Selection:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtier.cost.budget import Budget
+    from kvtier.cost.coded import Codecs
     from kvtier.cost.plan import Plan, Row
 
 STYLES = {"severe": "bold red", "warning": "red", "notice": "yellow"}
@@ -84,6 +85,7 @@ def render(answer: Plan, console: Console) -> None:
         "bold",
     )
     _bar(load.budget, load.context, console)
+    _tell_codecs(load.codecs, console)
     if answer.placed is None:
         need = format_size(-load.budget.free)
         _say(
@@ -115,6 +117,13 @@ def render(answer: Plan, console: Console) -> None:
         style = "green" if answer.claim.plausible else "bold red"
         _say(console, f"claim at {load.context:,} tokens: {answer.claim.text}", style)
     _basis(answer, console)
+
+
+def _tell_codecs(codecs: Codecs, console: Console) -> None:
+    tiers = (("host RAM", codecs.host, codecs.host_share), ("disk", codecs.disk, codecs.disk_share))
+    told = [f"in {where} as {name}, {part:.0%}" for where, name, part in tiers if name != "none"]
+    if told:
+        _say(console, f"of what it takes in VRAM, KV takes {'; '.join(told)} (not bit for bit)")
 
 
 def _bar(budget: Budget, context: int, console: Console) -> None:

@@ -8,15 +8,18 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from kvtier.cli.profile_option import add_profile_option, chosen_profile
 from kvtier.errors import ConfigError
+from kvtier.layout import CodecName
 from kvtier.units import parse_size
 
 if TYPE_CHECKING:
     from kvtier.cli.options import Parser
+    from kvtier.cost.coded import Codecs
     from kvtier.cost.plan import Plan
+    from kvtier.cost.shape import ModelShape
 
 DESCRIPTION = """\
 How fast a model will decode on a card before it runs: what fits, tokens/s at several contexts with
@@ -32,7 +35,8 @@ sizes: bytes, or a number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB,
 link: pinned (copies from page-locked memory), pageable (ordinary memory), fallback (the driver pages
   VRAM out), cpu (the processor computes where the bytes are), disk.
 mode: kv-stream (KV off the card is copied for every token), kv-cpu (the processor attends to it),
-  select (a step reads 2,048 tokens; not exact). Without it, link and placement decide.
+  select (a step reads 2,048 tokens; not exact), or as kvtier run has them: exact-stream, exact-split,
+  select:NAME,budget=B. Without it, link and placement decide.
 
 examples:
   kvtier plan --model llama-3.1-8b --gpu rtx-4060-ti-16gb --weights-off-card 0.2 --link fallback
@@ -44,7 +48,6 @@ exit status: 0 done, 2 wrong options.
 """
 
 LINKS = ("pinned", "pageable", "fallback", "cpu", "disk")
-MODES = ("kv-stream", "kv-cpu", "select")
 
 _Found = TypeVar("_Found")
 
@@ -87,13 +90,20 @@ def add_plan(commands: argparse._SubParsersAction[Parser]) -> None:
         "--weights-dtype", "--bits", metavar="D", dest="weights_dtype",
         help="q4_k_m, bf16, ..., or bits a weight (default: as stored, else q4_k_m)",
     )  # fmt: skip
-    add("--mode", metavar="M", help="kv-stream, kv-cpu or select")
+    add("--mode", metavar="M", help="kv-stream, kv-cpu or select, or a mode of kvtier run")
     where = plan.add_argument_group("where it lies")
     add = where.add_argument
     add("--weights-off-card", metavar="F", help="share of the weights, 0..1 or 20%%, or a size")
     add("--kv-off-card", metavar="F", help="share of the KV, or a size")
     add("--link", metavar="KIND", default="pinned", help=f"{', '.join(LINKS)} (default: pinned)")
     add("--disk-prefix", action="store_true", help="prompts are restored from a disk tier")
+    for tier in ("host", "disk"):
+        add(
+            f"--{tier}-codec",
+            metavar="C",
+            default="none",
+            help=f"how the {tier} tier keeps pages: {', '.join(get_args(CodecName))} (default: none)",
+        )
     add("--vram", metavar="SIZE", help="memory to use (default: what the card leaves)")
     add("--page-tokens", metavar="N", default="16", help="tokens in a page (default: 16)")
     add(
@@ -130,7 +140,9 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
+    from kvtier.cli.plan_mode import plan_mode
     from kvtier.cost.buffers import parse_buffers
+    from kvtier.cost.coded import pages_of
     from kvtier.cost.constants import DEFAULTS
     from kvtier.cost.kv_dtype import kv_dtype
     from kvtier.cost.models import find_model
@@ -153,8 +165,10 @@ def _plan(args: argparse.Namespace) -> Plan:
         bits = weight_bits(args.weights_dtype, "--weights-dtype")
     if args.link not in LINKS:
         raise ConfigError(f"--link is {args.link!r}; use {', '.join(LINKS)}")
-    if args.mode not in (None, *MODES):
-        raise ConfigError(f"--mode is {args.mode!r}; use {', '.join(MODES)}")
+    page_tokens = whole(args.page_tokens, "--page-tokens", 1, 2**16)
+    mode, selects = plan_mode(
+        args.mode, lambda: pages_of(model, args.kv_dtype, page_tokens), model.kv_heads
+    )
     context = None if args.context is None else tokens(args.context, "--context")
     count = whole(args.sequences, "--sequences", 1, MOST_SEQUENCES)
     shown = table_contexts(context, model.context)
@@ -174,14 +188,16 @@ def _plan(args: argparse.Namespace) -> Plan:
         ),
         kv_off=share(args.kv_off_card, "--kv-off-card", kv, f"KV at {at:,} tokens"),
         link=args.link,
-        mode=args.mode,
+        mode=mode,
+        selects=selects,
         vram=None if args.vram is None else _vram(args.vram),
-        page_tokens=whole(args.page_tokens, "--page-tokens", 1, 2**16),
+        page_tokens=page_tokens,
         buffers=None if buffers is None else named("--buffers", lambda: parse_buffers(buffers)),
         disk_prefix=args.disk_prefix,
+        codecs=_codecs(args, model, page_tokens),
         constants=DEFAULTS if profile is None else profile.constants(spec.card),
     )
-    if args.mode == "select" and args.link in ("cpu", "disk") and load.kv_off:
+    if mode == "select" and args.link in ("cpu", "disk") and load.kv_off:
         raise ConfigError(
             f"--mode select needs --link pinned, pageable or fallback, not {args.link}"
         )
@@ -195,6 +211,33 @@ def _plan(args: argparse.Namespace) -> Plan:
         profile=profile,
         claimed_tps=None if claimed is None else positive(claimed, "--claimed-tps", "40"),
     )
+
+
+def _codecs(args: argparse.Namespace, model: ModelShape, page_tokens: int) -> Codecs:
+    from kvtier.cost.coded import codecs_for
+
+    names = {"host": args.host_codec, "disk": args.disk_codec}
+    for tier, codec in names.items():
+        if codec not in get_args(CodecName):
+            raise ConfigError(
+                f"--{tier}-codec is {codec!r}; use one of {', '.join(get_args(CodecName))}"
+            )
+    if names["host"] != "none" and args.link in ("fallback", "disk"):
+        raise ConfigError(
+            f"--host-codec is {args.host_codec} with --link {args.link}, where no KV is in a host tier; leave one out"
+        )
+    if names["disk"] != "none" and args.link != "disk" and not args.disk_prefix:
+        raise ConfigError(
+            f"--disk-codec is {args.disk_codec}, but nothing is on disk; add --disk-prefix or --link disk"
+        )
+    for tier, codec in names.items():
+        named(
+            f"--{tier}-codec",
+            lambda tier=tier, codec=codec: codecs_for(  # type: ignore[misc]
+                model, args.kv_dtype, page_tokens, **{tier: codec}
+            ),
+        )
+    return codecs_for(model, args.kv_dtype, page_tokens, **names)
 
 
 def named(option: str, find: Callable[[], _Found]) -> _Found:

@@ -44,7 +44,8 @@ class LayerLoad:
         weights: in VRAM. off: weights behind the link.
         hot, cold: KV in VRAM, KV behind the link.
         pieces: contiguous runs of bytes that ``cold`` comes in.
-        disk: the part of ``cold`` that is read from disk first.
+        disk: the part of ``cold`` that is read from disk first, in bytes there.
+        coded: what ``cold`` is on the link, if it is kept in fewer bits and decoded in VRAM; None: as it is.
     """
 
     weights: float = 0.0
@@ -53,6 +54,7 @@ class LayerLoad:
     cold: float = 0.0
     pieces: int = 0
     disk: float = 0.0
+    coded: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,13 @@ def step_time(
         + (layer.weights + layer.off + hot_passes * layer.hot + cold_passes * layer.cold) / rate
         for layer in layers
     ]
-    copy = [link.seconds(layer.cold, layer.pieces) for layer in layers]
+    copy = [
+        link.seconds(layer.cold, layer.pieces)
+        if layer.coded is None
+        # Decoded on the stream of the copy: codes are read and KV is written.
+        else link.seconds(layer.coded, layer.pieces) + (layer.coded + layer.cold) / rate
+        for layer in layers
+    ]
     off = [link.seconds(layer.off) for layer in layers]
     host = [link.host_seconds(layer.pieces) if layer.cold else 0.0 for layer in layers]
     disk = [layer.disk / disk_rate for layer in layers]

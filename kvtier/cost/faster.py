@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvtier.cost.coded import Codecs
 from kvtier.cost.outlook import Load
 from kvtier.cost.remedies import WEIGHT_FORMATS
 from kvtier.cost.warning import Remedy
@@ -82,13 +83,15 @@ def _smaller(load: Load) -> Iterator[Proposal]:
     for name in _KV_DTYPES:
         if load.model.token_bytes(name) >= load.model.token_bytes(load.kv_dtype):
             continue
-        other = replace(resident, kv_dtype=name)
+        # No codec takes KV of 8 or 4 bits.
+        other = replace(resident, kv_dtype=name, codecs=Codecs())
+        option = f"--kv-dtype {name}" + (" and no codec" if load.codecs else "")
         if other.fits:
-            yield f"KV in {name}, all in VRAM", f"--kv-dtype {name}", other
+            yield f"KV in {name}, all in VRAM", option, other
             break
         placed = other.placed() if load.kv_off else None
         if placed is not None:
-            yield f"KV in {name}", f"--kv-dtype {name}", placed
+            yield f"KV in {name}", option, placed
     context = resident.budget.longest_context()
     if context and LEAST_CONTEXT <= context < load.context:
         yield (

@@ -98,6 +98,8 @@ class Workload:
         selection: of the modes ``select`` and ``evict``.
         hot_passes: times that mode ``kv-stream`` moves KV that is in VRAM: 3 where it is gathered first, as
             ``exact-stream`` does. page_tokens: of a page whose K or V of a layer is one piece of a copy.
+        on_link, raised: bytes of cold KV on the link, as a share of what it is in VRAM: where planes are streamed, and
+            where whole pages come up. Below 1 with a codec (``kvtier.cost.coded``).
     """
 
     model: ModelShape
@@ -115,6 +117,8 @@ class Workload:
     selection: Selection = Selection()
     hot_passes: float = 1.0
     page_tokens: int = PAGE_TOKENS
+    on_link: float = 1.0
+    raised: float = 1.0
 
     def __post_init__(self) -> None:
         share(weights_off=self.weights_off, kv_off=self.kv_off)
@@ -340,6 +344,7 @@ def _parts(
             cold=cold,
             pieces=pieces,
             disk=cold if disk_rate else 0.0,
+            coded=None if work.on_link == 1 else cold * work.on_link,
         )
         step = step_time(
             [layer] * layers, work.card, path, efficiency=efficiency, step_s=fixed,
@@ -410,7 +415,9 @@ def _in_place(
     split, batch, chosen = _kv_split(work), work.batch, work.selection
     whole = batch * work.model.read_kv_bytes(work.context, work.kv_dtype) / split / layers
     cold = whole * work.kv_off
-    full = InPlaceLoad(weights=weights, kv=whole - cold, cpu=cold, handovers=batch)
+    # Coded pages are decoded into other memory and read from there, all at the rate of attention.
+    cpu = cold if work.on_link == 1 else cold * (2 + work.on_link)
+    full = InPlaceLoad(weights=weights, kv=whole - cold, cpu=cpu, handovers=batch)
     if mode == "kv-cpu" or chosen.tokens >= work.context:
         return [full] * layers, 0.0, 0
     found = selection_traffic(work, constants)
@@ -423,13 +430,14 @@ def _in_place(
         weights=weights,
         summaries=batch * pages * chosen.summaries * key * plane / chosen.page_tokens,
         kv=batch * (gathered + found.read) * plane,
-        ahead=ahead * plane, ahead_pieces=math.ceil(ahead),
-        late=late * plane, late_pieces=math.ceil(late),
+        ahead=ahead * plane * work.on_link, ahead_pieces=math.ceil(ahead),
+        late=late * plane * work.on_link, late_pieces=math.ceil(late),
         submissions=batch * ((ahead > 0) + (late > 0)),
     )  # fmt: skip
     dense = round(chosen.dense * layers)
     moved = batch * found.moved
-    return [full] * dense + [some] * (layers - dense), moved * plane * layers, math.ceil(moved)
+    raised = moved * plane * layers * work.raised
+    return [full] * dense + [some] * (layers - dense), raised, math.ceil(moved)
 
 
 def _way(work: Workload, constants: Constants, kv_rate: float) -> tuple[LinkPath, float | None]:

@@ -7,7 +7,7 @@ say the same of the same load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 from kvtier.cost.budget import Budget, memory_budget
 from kvtier.cost.buffers import RuntimeBuffers
 from kvtier.cost.cliff import level
+from kvtier.cost.coded import Codecs
 from kvtier.cost.constants import DEFAULTS, Constant, Constants
 from kvtier.cost.modes import (
     DecodeEstimate,
@@ -56,10 +57,12 @@ class Load:
         disk_off: the part of ``kv_off`` that is read from disk first; None: all if ``link`` is
             ``disk``, else nothing.
         link: how those are reached: ``pinned``, ``pageable``, ``fallback``, ``cpu`` or ``disk``.
-        mode: None: what placement and link imply (``kvtier.cost.modes``). selection: of mode ``select``.
+        mode: None: what placement and link imply (``kvtier.cost.modes``). selection: of mode ``select``. selects: gives
+            it for a context, where it is not the same for all.
         vram: bytes that may be used in all; None: what the card leaves.
         page_tokens: of a page. buffers: of the runtime; None: the defaults.
         disk_prefix: prompts are restored from a disk tier.
+        codecs: of the tiers below VRAM.
         constants: measured here, or from a table.
     """
 
@@ -76,10 +79,12 @@ class Load:
     disk_off: float | None = None
     mode: Mode | None = None
     selection: Selection = field(default_factory=Selection)
+    selects: Callable[[int], Selection] | None = field(default=None, repr=False)
     vram: int | None = None
     page_tokens: int = 16
     buffers: RuntimeBuffers | None = None
     disk_prefix: bool = False
+    codecs: Codecs = field(default_factory=Codecs)
     constants: Constants = field(default_factory=lambda: DEFAULTS, repr=False)
 
     # what it needs
@@ -98,8 +103,13 @@ class Load:
             buffers=self.buffers,
             weights_off=self.weights_off,
             kv_off=self.kv_off,
-            summary_tokens=self.selection.page_tokens if self.mode == "select" else 0,
+            summary_tokens=self.selected.page_tokens if self.mode == "select" else 0,
         )
+
+    @cached_property
+    def selected(self) -> Selection:
+        """What mode ``select`` reads at this context."""
+        return self.selection if self.selects is None else self.selects(self.context)
 
     @property
     def fits(self) -> bool:
@@ -163,7 +173,9 @@ class Load:
             kv_off=self.kv_off,
             weights_link=self.link,
             kv_link=self.link if self.link in ("pinned", "pageable", "fallback") else "pinned",
-            selection=self.selection,
+            selection=self.selected,
+            on_link=self.codecs.on_link(self.disk_share),
+            raised=self.codecs.raised(self.disk_share),
         )
 
     @cached_property
@@ -185,12 +197,13 @@ class Load:
         return self.disk_off / self.kv_off if self.kv_off else 0.0
 
     def _chained(self) -> Constant:
-        """Rate of KV that passes the link, a share of it after it was read from disk."""
+        """Rate of KV that passes the link, a share of it after it was read from disk; in bytes of the link."""
         link = slow_link(self.work.kv_link, self.card, self.constants)
         disk = slow_link("disk", self.card, self.constants)
+        from_disk = self.disk_share * self.codecs.disk_share / self.work.on_link
 
         def rate(at_link: float, at_disk: float) -> float:
-            return 1 / (1 / at_link + self.disk_share / at_disk)
+            return 1 / (1 / at_link + from_disk / at_disk)
 
         return Constant(
             f"{self.work.kv_link}_bw",
@@ -272,7 +285,7 @@ class Load:
             self.model,
             self.card,
             self.context,
-            chain=Chain("disk"),
+            chain=Chain("disk", coded=self.codecs.disk_share),
             kv_dtype=self.kv_dtype,
             weight_bits=self.bits,
             constants=self.constants,
@@ -281,7 +294,7 @@ class Load:
         if loaded - computed < LATE_S:
             return None
         disk = slow_link("disk", self.card, self.constants)
-        stored = self.model.sequence_bytes(self.context, self.kv_dtype)
+        stored = self.model.sequence_bytes(self.context, self.kv_dtype) * self.codecs.disk_share
         tps = self.estimate.tps
         return replace(
             self._make(
@@ -312,7 +325,7 @@ class Load:
             self.model,
             self.card,
             self.context,
-            chain=Chain("host"),
+            chain=Chain("host", coded=self.codecs.host_share),
             kv_dtype=self.kv_dtype,
             weight_bits=self.bits,
             constants=self.constants,
@@ -342,11 +355,11 @@ class Load:
             link = slow_link(self.work.kv_link, self.card, self.constants)
             disk = slow_link("disk", self.card, self.constants)
             first = (
-                f", {_gb(kv * self.disk_share)} of them from a {_class(disk)} first"
+                f", {_gb(kv * self.disk_share * self.codecs.disk_share)} of them from a {_class(disk)} first"
                 if self.disk_share
                 else ""
             )
-            parts.append(f"{_gb(kv)} of KV come over a {_class(link)}{first}")
+            parts.append(f"{_gb(kv * self.work.on_link)} of KV come over a {_class(link)}{first}")
         vram = self.card.memory_bandwidth * self.constants[vram_constant(self.card)]
         return (
             f"at {self.context:,} tokens {self.off_share:.0%} of the bytes read per token are off the "

@@ -132,7 +132,7 @@ class Plan:
         """Plain values; see docs/plan.md."""
         asked, placed = self.asked, self.placed
         basis = placed.estimate.basis.to_json() if placed is not None else None
-        return {
+        found = {
             "model": asked.model.name,
             "gpu": asked.card.name,
             "context": asked.context,
@@ -160,6 +160,14 @@ class Plan:
             "profile": None if self.profile is None else self.profile.summary(asked.card),
             "units": UNITS,
         }
+        if asked.codecs:
+            load = placed or asked
+            streams = load.kv_off and load.estimate.mode == "kv-stream"
+            over = load.off_bytes[1] * load.work.on_link if streams else None
+            found["codecs"] = asked.codecs.to_json() | {"kv_over_link_bytes": over}
+        if asked.mode == "select":
+            found["selection_tokens"] = asked.selected.tokens
+        return found
 
 
 def table_contexts(context: int | None, longest: int) -> tuple[int, ...]:

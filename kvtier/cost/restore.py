@@ -42,6 +42,7 @@ class Chain:
         pipelined: hops overlap in pieces of a page; otherwise one starts when the last has ended.
         page_tokens: tokens of a page. parts_a_page: contiguous pieces that a page consists of, e.g.
             two a layer where K and V of a layer lie apart; 1 where a page is one run of bytes.
+        coded: bytes that move, as a share of those of the KV in VRAM; below 1 with a codec.
     """
 
     source: Source = "host"
@@ -49,6 +50,7 @@ class Chain:
     pipelined: bool = True
     page_tokens: int = 64
     parts_a_page: int = 1
+    coded: float = 1.0
 
     def __post_init__(self) -> None:
         if self.source not in get_args(Source):
@@ -130,7 +132,7 @@ def move_seconds(
 ) -> float:
     """Seconds until a prefix is in VRAM; see ``load_seconds``."""
     not_negative(tokens=tokens)
-    nbytes = model.sequence_bytes(tokens, kv_dtype)
+    nbytes = model.sequence_bytes(tokens, kv_dtype) * chain.coded
     pages = max(1, -(-int(tokens) // chain.page_tokens))
     pieces = pages * chain.parts_a_page
     hops: list[float] = []
@@ -205,7 +207,7 @@ def restore_or_recompute(
     basis = Basis(
         inputs={
             "model": model.name, "card": card.name, "tokens": tokens, "kv_dtype": kv_dtype,
-            "bytes": model.sequence_bytes(tokens, kv_dtype), "page_tokens": chain.page_tokens,
+            "bytes": model.sequence_bytes(tokens, kv_dtype) * chain.coded, "page_tokens": chain.page_tokens,
             "parts_a_page": chain.parts_a_page,
         },
         formula=f"{chain}; hops of t0 + n c + bytes / BW, then one decode step",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvtier.cost.choose import Choice, choose_mode
+from kvtier.cost.coded import Codecs
 from kvtier.cost.constants import DEFAULTS
 from kvtier.cost.geometry import LayerShape
 from kvtier.cost.outlook import Load
@@ -62,7 +63,7 @@ class TierLoad(Load):
         if self.disk_share:
             yield (
                 "a host tier that holds what is not in VRAM",
-                f"host {-(-round(self.kv_off * self.kv_bytes) // 2**20)}MiB",
+                f"host {-(-round(self.kv_off * self.kv_bytes * self.codecs.host_share) // 2**20)}MiB",
                 replace(self, disk_off=0.0, link=self.work.kv_link),
             )
         half = self.context // 2
@@ -93,6 +94,7 @@ def tier_load(
     host: int,
     disk: bool = False,
     link: str = "pinned",
+    codecs: Codecs | None = None,
 ) -> TierLoad:
     """The load that ``expected`` puts on tiers of ``vram`` and ``host`` bytes; what fits in neither
     is on disk.
@@ -100,7 +102,9 @@ def tier_load(
     Args:
         disk: there is a disk tier, from which prompts are restored.
         link: of the card to host memory.
+        codecs: of the tiers below VRAM, for these pages.
     """
+    codecs = codecs or Codecs()
     kv_bytes = stored_bytes(layout, expected)
     cold = max(0, kv_bytes - vram)
     # The oldest pages are the cold ones, and of a window only the newest tokens are read.
@@ -110,9 +114,9 @@ def tier_load(
         expected,
         link=link,
         link_bytes=_read_of(layout, expected, cold / kv_bytes),
-        disk_bytes=_read_of(layout, expected, max(0, cold - host) / kv_bytes),
+        disk_bytes=_read_of(layout, expected, max(0, cold - host / codecs.host_share) / kv_bytes),
     )
-    return replace(load, disk_prefix=disk)
+    return replace(load, disk_prefix=disk, codecs=codecs)
 
 
 def card_of(device: object) -> tuple[Card, LinkKind] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.cost.coded import Codecs
 from kvtier.cost.tier_load import Expected, TierLoad, card_of, tier_load
 from kvtier.devices.base import Device
 from kvtier.layout import PageLayout
@@ -15,12 +16,16 @@ class Foresight:
 
     Args:
         sizes: bytes of the tiers ``vram``, ``host`` and ``disk``.
+        codecs: names of the codecs of ``host`` and ``disk``.
     """
 
-    def __init__(self, layout: PageLayout, device: Device, sizes: dict[str, int]) -> None:
+    def __init__(
+        self, layout: PageLayout, device: Device, sizes: dict[str, int], codecs: dict[str, str]
+    ) -> None:
         self._layout = layout
         self._card = card_of(device)
         self._sizes = sizes
+        self._codecs = Codecs.of(layout, **codecs)
         self._said: dict[str, int] = {}
 
     def tell(self, expected: Expected, *, stacklevel: int = 1) -> TierLoad | None:
@@ -36,6 +41,7 @@ class Foresight:
             host=self._sizes["host"],
             disk=bool(self._sizes["disk"]),
             link=kind,
+            codecs=self._codecs,
         )
         for one in load.warnings():
             if one.loudness > self._said.get(one.kind, 0):

@@ -13,10 +13,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
 
 import torch
 
+from kvtier.coding import (
+    FACTS,
+    FACTS_BYTES,
+    SCALE_BYTES,
+    V_GROUP,
+    CodedPart,
+    CodedPlane,
+    aligned,
+    coded_page_bytes,
+    coded_planes,
+)
 from kvtier.errors import ConfigError
 from kvtier.kernels.quantise import (
     Format,
@@ -25,48 +35,9 @@ from kvtier.kernels.quantise import (
     quantise_keys,
     quantise_values,
 )
-from kvtier.layout import PLANE_ALIGN, SUMMARY_DTYPES, PageLayout, Part, Plane
+from kvtier.layout import PageLayout
 
 CODEC_VERSION = 1
-
-#: Channels of values that share a scale, where the geometry allows it.
-V_GROUP = 32
-
-_SCALE_BYTES = 4
-
-#: What a coded page says of its error: the largest absolute one, the sum of squared errors, the sum of squared values.
-_FACTS = 3
-_FACTS_BYTES = _FACTS * 4
-
-
-@dataclass(frozen=True)
-class CodedPart:
-    """Where one part of a plane lies in a coded page; offsets in the page.
-
-    Attributes:
-        part: the part as it is uncoded.
-        group: channels that share a scale; 0: a scale a channel and page.
-        codes, scale, zero: first bytes; ``zero`` is -1 where the format has none.
-        stop: end of it.
-    """
-
-    part: Part
-    group: int
-    codes: int
-    scale: int
-    zero: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class CodedPlane:
-    """One layer's range in a coded page."""
-
-    layer: int
-    offset: int
-    nbytes: int
-    k: CodedPart
-    v: CodedPart
 
 
 @dataclass
@@ -106,30 +77,18 @@ class PageCodec:
     """
 
     def __init__(self, layout: PageLayout, name: str) -> None:
-        if name not in get_args(Format):
-            raise ConfigError(f"codec {name!r} is unknown; use none, {', '.join(get_args(Format))}")
         self.layout = layout
         self.name = name
         self.stats = CodecStats()
-        at = 0
-        planes: list[CodedPlane | None] = []
-        for plane in layout.planes:
-            if plane is None:
-                planes.append(None)
-                continue
-            first = at
-            k = self._part(plane, plane.k, at, 0)
-            v = self._part(plane, plane.v, k.stop, _group(plane.v))
-            at = v.stop
-            planes.append(CodedPlane(plane.layer, first, at - first, k, v))
         #: One entry a layer, as ``PageLayout.planes``.
-        self.planes = tuple(planes)
+        self.planes = coded_planes(layout, name)
+        at = max(plane.v.stop for plane in self.planes if plane is not None)
         #: First byte of what a coded page says of its error.
         self.facts_offset = at
-        at = _aligned(at + _FACTS_BYTES)
+        at = aligned(at + FACTS_BYTES)
         self._summary_at = at
         #: Bytes of a coded page.
-        self.page_bytes = _aligned(at + layout.summary_range[1])
+        self.page_bytes = coded_page_bytes(layout, name)
         self._gaps = _gaps(self._pieces(), self.page_bytes)
         self._layout_gaps = _gaps(layout.ranges, layout.page_bytes)
 
@@ -174,7 +133,7 @@ class PageCodec:
             float32 ``[n, 3]`` on the pages' device: largest absolute error, sum of squared errors, sum of squared values;
             the coded pages have it too (see ``facts_of``). ``note`` adds it to the statistics.
         """
-        facts = torch.zeros(len(pages), _FACTS, dtype=torch.float32, device=pages.device)
+        facts = torch.zeros(len(pages), FACTS, dtype=torch.float32, device=pages.device)
         for coded in self.planes:
             if coded is None:
                 continue
@@ -197,7 +156,7 @@ class PageCodec:
 
     def facts_of(self, coded: torch.Tensor) -> torch.Tensor:
         """What ``encode`` measured of the pages ``coded``, uint8 ``[n, page_bytes]``: float32 ``[n, 3]``."""
-        return _take(coded, self.facts_offset, (len(coded), _FACTS), torch.float32)
+        return _take(coded, self.facts_offset, (len(coded), FACTS), torch.float32)
 
     def note(self, facts: torch.Tensor) -> None:
         """Add what ``encode`` returned to the statistics; waits for it. A page with a NaN or an infinity, which no codec
@@ -239,35 +198,18 @@ class PageCodec:
                 if not side.part.nbytes:
                     continue
                 channels = side.part.heads * side.part.dim
-                scales = (
-                    tokens * channels // side.group if side.group else channels
-                ) * _SCALE_BYTES
+                scales = (tokens * channels // side.group if side.group else channels) * SCALE_BYTES
                 pieces.append((side.codes, tokens * self._wide(channels)))
                 pieces.append((side.scale, scales))
                 if side.zero >= 0:
                     pieces.append((side.zero, scales))
-        pieces.append((self.facts_offset, _FACTS_BYTES))
+        pieces.append((self.facts_offset, FACTS_BYTES))
         pieces.append((self._summary_at, self.layout.summary_range[1]))
         return pieces
 
     def _wide(self, channels: int) -> int:
         """Bytes of a token's codes."""
         return channels // 2 if self.name == "int4" else channels
-
-    def _part(self, plane: Plane, part: Part, at: int, group: int) -> CodedPart:
-        channels = part.heads * part.dim
-        tokens = self.layout.page_tokens
-        if part.nbytes and (part.dtype not in SUMMARY_DTYPES or channels % 2):
-            raise ConfigError(
-                f"layer {plane.layer} has {channels} channels of {part.dtype}; codec {self.name} needs an even "
-                f"number of {', '.join(SUMMARY_DTYPES)}"
-            )
-        codes = tokens * self._wide(channels)
-        scales = (tokens * channels // group if group else channels) * _SCALE_BYTES
-        scale = _aligned(at + codes)
-        zero = _aligned(scale + scales) if self.name == "int4" else -1
-        stop = _aligned((zero if zero >= 0 else scale) + scales)
-        return CodedPart(part, group, at, scale, zero, stop if part.nbytes else at)
 
     def _quantise(self, pages: torch.Tensor, side: CodedPart) -> Quantised:
         part = side.part
@@ -368,12 +310,6 @@ def _gaps(pieces: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]
     return gaps
 
 
-def _group(part: Part) -> int:
-    """The largest even divisor of the channels that is not above ``V_GROUP``."""
-    channels = part.heads * part.dim
-    return max((n for n in range(2, V_GROUP + 1, 2) if channels and channels % n == 0), default=2)
-
-
 def _put(out: torch.Tensor, at: int, values: torch.Tensor) -> None:
     rows = values.reshape(len(values), -1).view(torch.uint8)
     out[:, at : at + rows.shape[1]] = rows
@@ -384,7 +320,3 @@ def _take(coded: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype
     for size in shape[1:]:
         nbytes *= size
     return coded[:, at : at + nbytes].contiguous().view(dtype).view(tuple(shape))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // PLANE_ALIGN) * PLANE_ALIGN
