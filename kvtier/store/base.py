@@ -1,4 +1,4 @@
-"""What every part of the store stands on: the tiers, the lock, leases, and the store as a whole."""
+"""What every part of the store stands on: the tiers, and the store as a whole."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import contextlib
 import itertools
 import math
 import os
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, cast
-
-import numpy as np
+from typing import Literal, Self
 
 from kvtier.cost.tier_load import Expected, TierLoad
 from kvtier.devices import open_device
 from kvtier.devices.base import Device
 from kvtier.errors import (
-    ClosedError,
     ConfigError,
     DeadlineExceededError,
     KvtierError,
-    PageLostError,
     TierFullError,
 )
 from kvtier.identity import ModelIdentity
@@ -34,8 +28,8 @@ from kvtier.store.codecs import StoreCodecs
 from kvtier.store.directory import Directory
 from kvtier.store.foresight import Foresight
 from kvtier.store.hints import evict_by, restore_policies, save_policies
-from kvtier.store.lease import Lease
-from kvtier.store.page import TIERS, Copy, Page
+from kvtier.store.leases import LeasedPages
+from kvtier.store.page import TIERS, Page
 from kvtier.store.placement import Placement
 from kvtier.store.recording import Recording
 from kvtier.store.stats import StoreStats
@@ -50,7 +44,7 @@ WriteMode = Literal["write_back", "write_through"]
 BOUNCE_BYTES = 64 << 20
 
 
-class StoreBase:
+class StoreBase(LeasedPages):
     """The common part of ``TieredStore``; see there for the arguments."""
 
     def __init__(
@@ -95,12 +89,9 @@ class StoreBase:
             raise ConfigError(
                 f"disk is {sizes['disk']} bytes, but no path is given; name the folder for the disk tier"
             )
+        super().__init__(timeout_s, check)
         self.layout = layout
-        self.timeout_s = timeout_s
         self.sizes = sizes
-        self._check = check
-        self._lock = threading.RLock()
-        self._depth = 0
         self._host_write, self._disk_write = host_write, disk_write
         self._owns_device = isinstance(device, str)
         policies = self._load_policies(policy, sizes)
@@ -144,14 +135,9 @@ class StoreBase:
         self.plane_numbers = {
             p.layer: n for n, p in enumerate(p for p in layout.planes if p is not None)
         }
-        #: Leases that sessions keep between steps; held here, so that one whose session was
-        #: forgotten can still be closed when room is needed.
-        self._idle: set[Lease] = set()
-        self._open_leases = 0
         self._stats = StoreStats()
         self._names = itertools.count(1)
         self._described: set[bytes] = set()
-        self._closed = False
         disk_tier: DiskTier | None = None
         placement: Placement | None = None
         try:
@@ -236,94 +222,6 @@ class StoreBase:
             )
             for text in restore_policies(policies, disk):
                 self._placement.warn(text)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    # ------------------------------------------------------------------ leases
-
-    def lease(self, pages: Sequence[Page], *, timeout_s: float | None = None) -> Lease:
-        """Pin pages that the caller owns, each in its fastest tier.
-
-        Raises:
-            PageLostError: one of them has no readable copy any more.
-        """
-        with self._locked(timeout_s):
-            for index, page in enumerate(pages):
-                if page.readable() is None:
-                    raise PageLostError(
-                        f"page {index} of the sequence was lost (failed copy or damaged record); compute it again"
-                    )
-            return self._hold(pages)
-
-    def read_leased(
-        self, lease: Lease, index: int, out: np.ndarray, *, timeout_s: float | None = None
-    ) -> bool:
-        """The bytes of a leased page into ``out``; see ``Lease.read``."""
-        with self._locked(timeout_s) as deadline:
-            if lease.closed:
-                raise ClosedError("the lease is closed; take a new one with store.match")
-            return self._placement.read(lease.pages[index], lease.copies[index], out, deadline)
-
-    def read_disk_planes(self, pages: list[Page], layer: int, outs: list[np.ndarray]) -> None:
-        """One layer's plane of leased pages on disk, checked, into ``outs`` (uint8 ``[plane bytes]`` each).
-
-        Raises:
-            PageLostError: a record turned out to be damaged.
-        """
-        self._read_disk_part(pages, self.plane_numbers[layer], outs, layer)
-
-    def read_disk_summaries(self, pages: list[Page], outs: list[np.ndarray]) -> None:
-        """The summaries of leased pages on disk, checked, into ``outs`` (uint8, ``layout.summary_range`` bytes each).
-
-        Raises:
-            PageLostError: a record turned out to be damaged.
-        """
-        self._read_disk_part(pages, len(self.plane_numbers), outs)
-
-    def _read_disk_part(
-        self, pages: list[Page], number: int, outs: list[np.ndarray], layer: int | None = None
-    ) -> None:
-        with self._locked(None):
-            good = self._placement.read_planes(pages, number, outs, layer)
-            if not all(good):
-                raise PageLostError(
-                    f"{good.count(False)} page(s) on disk are damaged and were removed; compute the sequence again"
-                )
-
-    def count_streamed(self, nbytes: int, copies: int) -> None:
-        """Account planes that an attention step has gathered from host memory over the link."""
-        self._placement.mover.links["host->vram"].add(nbytes, copies)
-
-    def keep_idle(self, lease: Lease) -> None:
-        """The lease is kept between steps: the store may close it when it needs the room."""
-        with self._locked(None):
-            lease.idle = True
-            self._idle.add(lease)
-
-    def use_again(self, lease: Lease) -> bool:
-        """Take an idle lease back into use; False if the store has closed it."""
-        with self._locked(None):
-            if lease.closed:
-                return False
-            lease.idle = False
-            self._idle.discard(lease)
-            return True
-
-    def end_lease(self, lease: Lease) -> None:
-        """See ``Lease.close``."""
-        with self._locked(None, even_closed=True):
-            if lease.closed:
-                return
-            lease.closed = True
-            self._idle.discard(lease)
-            self._open_leases -= 1
-            if not self._closed:
-                for page, copy in zip(reversed(lease.pages), reversed(lease.copies), strict=True):
-                    if lease.last_read is not None and copy.slot is not None:
-                        copy.was_read(lease.last_read[1])
-                    self._placement.unhold(page, copy, used=True)
 
     # ------------------------------------------------------------------ whole store
 
@@ -521,36 +419,6 @@ class StoreBase:
 
     # ------------------------------------------------------------------ inside
 
-    @contextlib.contextmanager
-    def _locked(self, timeout_s: float | None, *, even_closed: bool = False) -> Iterator[float]:
-        timeout = self.timeout_s if timeout_s is None else timeout_s
-        if not 0 <= timeout < math.inf:
-            raise ConfigError(f"timeout_s is {timeout!r}; it must be >= 0 seconds and finite")
-        deadline = deadline_after(timeout)
-        if not self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
-            raise DeadlineExceededError(f"the store was busy for {timeout} s")
-        try:
-            self._depth += 1
-            if self._closed and not even_closed:
-                raise ClosedError("the store is closed; open a new one")
-            if self._depth == 1 and not even_closed:
-                self._placement.speak()
-            yield deadline
-            if self._check and self._depth == 1 and not self._closed:
-                self._recount()
-        finally:
-            self._depth -= 1
-            self._lock.release()
-
-    def _hold(self, pages: Sequence[Page]) -> Lease:
-        lease = Lease(self, pages)
-        for page in pages:
-            copy = cast(Copy, page.readable())
-            self._directory.hold(page, copy)
-            lease.copies.append(copy)
-        self._open_leases += 1
-        return lease
-
     def _write_through(self, page: Page, deadline: float) -> None:
         """Begin the copies down that are due now. A page that they cannot take now goes down later,
         when it is evicted or flushed."""
@@ -559,13 +427,6 @@ class StoreBase:
                 self._placement.write_to_disk(page, deadline)
             if self._host_write == "write_through" and "host" not in page.copies:
                 self._placement.demote(page, deadline)
-
-    def _park(self) -> bool:
-        """Close the leases that idle sessions keep between steps; whether there were any."""
-        idle = list(self._idle)
-        for lease in idle:
-            self.end_lease(lease)
-        return bool(idle)
 
 
 def _now() -> float:

@@ -14,7 +14,7 @@ from kvtier.errors import ClosedError, LayoutError, PageLostError
 from kvtier.store.page import Copy, Page
 
 if TYPE_CHECKING:
-    from kvtier.store.base import StoreBase
+    from kvtier.store.leases import LeasedPages
 
 
 class Lease:
@@ -28,7 +28,7 @@ class Lease:
         copies: the pinned copy of each page.
     """
 
-    def __init__(self, store: StoreBase, pages: Sequence[Page], *, idle: bool = False) -> None:
+    def __init__(self, store: LeasedPages, pages: Sequence[Page], *, idle: bool = False) -> None:
         self._store = store
         self.pages = list(pages)
         self.copies: list[Copy] = []
