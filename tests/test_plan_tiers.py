@@ -278,3 +278,17 @@ def test_a_store_foresees_coded_bytes() -> None:
         for load in (found["none"], room)
     ]
     assert int(asked[1][5:-3]) < 0.6 * int(asked[0][5:-3])
+
+
+def test_the_cause_of_a_selection_is_what_it_brings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not all KV off the card: the chosen part of it, and what layers that read every page leave to the processor."""
+    cold = 0.5 * 65536 * 131072
+    text = ["--mode", "select:quest,budget=5%"]
+    with_dense = plan(capsys, *text)["warnings"][0]["text"]
+    assert "of the chosen KV come over a pinned link" in with_dense
+    assert "layers that read every page are attended to by the processor" in with_dense
+    without = plan(capsys, "--mode", "select:quest,budget=5%,dense=none", "--host-codec", "int8")
+    assert 0 < without["codecs"]["kv_over_link_bytes"] < 0.2 * cold
+    streamed = plan(capsys, "--mode", "exact-stream", "--host-codec", "int8")
+    assert streamed["codecs"]["kv_over_link_bytes"] > 0.5 * cold
+    assert all("every page" not in one["text"] for one in without["warnings"])

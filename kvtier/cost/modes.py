@@ -440,6 +440,16 @@ def _in_place(
     return [full] * dense + [some] * (layers - dense), raised, math.ceil(moved)
 
 
+def selection_off(work: Workload, constants: Constants = DEFAULTS) -> tuple[float, float]:
+    """Bytes of KV that a step of mode ``select`` brings over the link, and that the processor attends to in layers that
+    read every page; all sequences."""
+    if not work.kv_off:
+        return 0.0, 0.0
+    layers = max(1, work.model.attention_layers)
+    loads, moved, _ = _in_place(work, "select", constants, layers, 0.0)
+    return moved + sum(one.ahead + one.late for one in loads), sum(one.cpu for one in loads)
+
+
 def _way(work: Workload, constants: Constants, kv_rate: float) -> tuple[LinkPath, float | None]:
     """The link of cold KV to VRAM, and the rate of the disk if it lies there."""
     if work.kv_link == "disk":

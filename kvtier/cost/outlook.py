@@ -25,6 +25,7 @@ from kvtier.cost.modes import (
     decode_estimate,
     kv_read,
     read_weights,
+    selection_off,
 )
 from kvtier.cost.prefill import prefill_time, vram_constant
 from kvtier.cost.restore import Chain, restore_or_recompute
@@ -236,16 +237,27 @@ class Load:
     @property
     def off_bytes(self) -> tuple[float, float]:
         """Bytes of weights and of KV off the card that a step reads."""
-        return (
-            self.weights_off * read_weights(self.work, self.constants),
-            self.kv_off * kv_read(self.work, "vram"),
-        )
+        weights = self.weights_off * read_weights(self.work, self.constants)
+        if self.estimate.mode == "select":
+            return weights, sum(selection_off(self.work, self.constants))
+        return weights, self.kv_off * kv_read(self.work, "vram")
+
+    @property
+    def kv_over_link(self) -> float | None:
+        """Bytes of KV that cross the link in a step, coded as they are there; None where none is off the card, or the
+        processor attends to it."""
+        if not self.kv_off or self.estimate.mode not in ("kv-stream", "select"):
+            return None
+        if self.estimate.mode == "select":
+            return selection_off(self.work, self.constants)[0]
+        return self.off_bytes[1] * self.work.on_link
 
     @property
     def off_share(self) -> float:
         """Share of the bytes read a step that is off the card."""
-        total = read_weights(self.work, self.constants) + kv_read(self.work, "vram")
-        return sum(self.off_bytes) / max(1.0, total)
+        read = kv_read(self.work, "select" if self.estimate.mode == "select" else "vram")
+        total = read_weights(self.work, self.constants) + read
+        return min(1.0, sum(self.off_bytes) / max(1.0, total))
 
     # what is to be said
 
@@ -346,11 +358,14 @@ class Load:
             how = "are computed by the processor over" if self.link == "cpu" else "come over"
             parts.append(f"{_gb(weights)} of weights {how} a {_class(self.slow)}")
         if kv and self.estimate.mode == "kv-cpu":
-            rate = self.constants.get_constant("cpu_attention_bw")
-            parts.append(
-                f"{_gb(kv)} of KV are attended to by the processor over a cpu link of "
-                f"{rate.value / 1e9:.3g} GB/s ({_known(rate.measured, rate.low, rate.high)})"
-            )
+            parts.append(self._attended(f"{_gb(kv)} of KV"))
+        elif kv and self.estimate.mode == "select":
+            chosen, dense = selection_off(self.work, self.constants)
+            if chosen:
+                link = slow_link(self.work.kv_link, self.card, self.constants)
+                parts.append(f"{_gb(chosen)} of the chosen KV come over a {_class(link)}")
+            if dense:
+                parts.append(self._attended(f"{_gb(dense)} of KV in layers that read every page"))
         elif kv:
             link = slow_link(self.work.kv_link, self.card, self.constants)
             disk = slow_link("disk", self.card, self.constants)
@@ -364,6 +379,13 @@ class Load:
         return (
             f"at {self.context:,} tokens {self.off_share:.0%} of the bytes read per token are off the "
             f"card: {', '.join(parts)}; the VRAM of {self.card.name} gives {vram / 1e9:.0f} GB/s"
+        )
+
+    def _attended(self, what: str) -> str:
+        rate = self.constants.get_constant("cpu_attention_bw")
+        return (
+            f"{what} are attended to by the processor over a cpu link of "
+            f"{rate.value / 1e9:.3g} GB/s ({_known(rate.measured, rate.low, rate.high)})"
         )
 
     def _make(

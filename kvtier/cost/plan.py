@@ -162,8 +162,7 @@ class Plan:
         }
         if asked.codecs:
             load = placed or asked
-            streams = load.kv_off and load.estimate.mode == "kv-stream"
-            over = load.off_bytes[1] * load.work.on_link if streams else None
+            over = load.kv_over_link
             found["codecs"] = asked.codecs.to_json() | {"kv_over_link_bytes": over}
         if asked.mode == "select":
             found["selection_tokens"] = asked.selected.tokens
