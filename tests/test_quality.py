@@ -39,7 +39,10 @@ def test_who_looks_at_the_query_recalls_more() -> None:
         result = bench.run(quality.Log(quality.QUICK))
     rows = {row.way: row for row in result.rows}
     recall = {way: row.recall for way, row in rows.items()}
-    assert all(recall["oracle"] >= other for other in recall.values())
+    # By bands of layers: omnikv selects in fewer, so its mean over all is one over others.
+    for row in rows.values():
+        pairs = zip(rows["oracle"].bands, row.bands, strict=True)
+        assert all(best >= other for best, other in pairs if other is not None), row.way
     for way in ("quest", "arkbox"):
         assert recall[way] > recall["window"]
         # Where the model looks far back the difference is large.
