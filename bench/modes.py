@@ -22,7 +22,8 @@ import torch
 
 from kvtier.cost.batches import largest_batch, matched_batch
 from kvtier.cost.models import find_model
-from kvtier.cost.modes import Mode, Workload, decode_estimate
+from kvtier.cost.modes import decode_estimate
+from kvtier.cost.workload import Mode, Workload
 from kvtier.devices.spec import parse_card
 from kvtier.errors import ConfigError, OffloadWarning
 from kvtier.stress.in_place import selection_of

@@ -12,8 +12,9 @@ from kvtier.cost.choose import choose_mode
 from kvtier.cost.churn import Locality, parse_locality, traffic
 from kvtier.cost.constants import DEFAULTS
 from kvtier.cost.models import find_model
-from kvtier.cost.modes import Selection, Workload, decode_estimate, selection_traffic
+from kvtier.cost.modes import decode_estimate, selection_traffic
 from kvtier.cost.tier_load import tier_choice
+from kvtier.cost.workload import Selection, Workload
 from kvtier.devices.cards import find_card
 from kvtier.devices.emulated import EmulatedDevice
 from kvtier.errors import ConfigError

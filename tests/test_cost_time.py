@@ -13,11 +13,12 @@ from kvtier.cost.cliff import slowdown
 from kvtier.cost.constants import DEFAULTS, Constant, Constants
 from kvtier.cost.lint import load_plausibility, plausibility, prefill_plausibility
 from kvtier.cost.models import find_model
-from kvtier.cost.modes import Selection, Workload, decode_estimate, kept_bytes, kv_read
+from kvtier.cost.modes import decode_estimate
 from kvtier.cost.prefill import prefill_time
 from kvtier.cost.slow_links import slow_link
 from kvtier.cost.split import offload_decode, prefer
 from kvtier.cost.streaming import crossover_tokens, kv_step_ms, stream_ms
+from kvtier.cost.workload import Selection, Workload, kept_bytes, kv_read
 from kvtier.devices.cards import cards, find_card
 from kvtier.errors import ConfigError
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kvtier.cost.batches import kv_pool, largest
 from kvtier.cost.constants import Constants
-from kvtier.cost.modes import Mode, Selection, Workload, decode_estimate
+from kvtier.cost.modes import decode_estimate
+from kvtier.cost.workload import Mode, Selection, Workload
 from points.outcome import Outcome, unusable
 from points.text import bits_of, card_of, model_of, number
 

@@ -11,7 +11,7 @@ from kvtier.plugins import meant
 
 if TYPE_CHECKING:
     from kvtier.attention.mode import Selection as Asked
-    from kvtier.cost.modes import Mode, Selection
+    from kvtier.cost.workload import Mode, Selection
     from kvtier.layout import PageLayout
 
 #: Modes of the cost model.
@@ -57,7 +57,7 @@ def plan_mode(
 
 
 def _selects(asked: Asked, layout: PageLayout, kv_heads: int) -> Selects:
-    from kvtier.cost.modes import Selection
+    from kvtier.cost.workload import Selection
 
     selector = asked.make()
     total = len(layout.layers)

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from kvtier.cost.kv_dtype import kv_dtype
     from kvtier.cost.lint import plausibility
     from kvtier.cost.models import ModelShape, find_model, models
-    from kvtier.cost.modes import Workload, decode_estimate
+    from kvtier.cost.modes import decode_estimate
     from kvtier.cost.prefill import prefill_time
     from kvtier.cost.prompt_cache import PromptCache, cached_tokens
     from kvtier.cost.restore import restore_or_recompute
     from kvtier.cost.split import offload_decode, prefer
     from kvtier.cost.streaming import crossover_tokens, kv_step_ms, stream_ms
+    from kvtier.cost.workload import Workload
 
 _HOMES = {
     "Workload": "modes",

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.cost.constants import DEFAULTS, Constants
-from kvtier.cost.modes import DecodeEstimate, Mode, Workload, decode_estimate, kept_bytes
+from kvtier.cost.modes import DecodeEstimate, decode_estimate
+from kvtier.cost.workload import Mode, Workload, kept_bytes
 from kvtier.errors import ConfigError
 
 

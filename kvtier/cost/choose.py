@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvtier.cost.constants import DEFAULTS, Constant, Constants
-from kvtier.cost.modes import DecodeEstimate, Workload, decode_estimate
+from kvtier.cost.modes import DecodeEstimate, decode_estimate
 from kvtier.cost.warning import rate
+from kvtier.cost.workload import Workload
 
 ExactMode = Literal["exact-stream", "exact-split"]
 

@@ -17,21 +17,13 @@ from kvtier.cost.buffers import RuntimeBuffers
 from kvtier.cost.cliff import level
 from kvtier.cost.coded import Codecs
 from kvtier.cost.constants import DEFAULTS, Constant, Constants
-from kvtier.cost.modes import (
-    DecodeEstimate,
-    Mode,
-    Selection,
-    Workload,
-    decode_estimate,
-    kv_read,
-    read_weights,
-    selection_off,
-)
+from kvtier.cost.modes import DecodeEstimate, decode_estimate, selection_off
 from kvtier.cost.prefill import prefill_time, vram_constant
 from kvtier.cost.restore import Chain, restore_or_recompute
 from kvtier.cost.shape import ModelShape
 from kvtier.cost.slow_links import SlowLink, slow_link
 from kvtier.cost.warning import CostWarning, Remedy, at_least
+from kvtier.cost.workload import Mode, Selection, Workload, kv_read, read_weights
 from kvtier.devices.cards import Card
 from kvtier.units import format_size
 
@@ -58,7 +50,7 @@ class Load:
         disk_off: the part of ``kv_off`` that is read from disk first; None: all if ``link`` is
             ``disk``, else nothing.
         link: how those are reached: ``pinned``, ``pageable``, ``fallback``, ``cpu`` or ``disk``.
-        mode: None: what placement and link imply (``kvtier.cost.modes``). selection: of mode ``select``. selects: gives
+        mode: None: what placement and link imply (``kvtier.cost.workload``). selection: of mode ``select``. selects: gives
             it for a context, where it is not the same for all.
         vram: bytes that may be used in all; None: what the card leaves.
         page_tokens: of a page. buffers: of the runtime; None: the defaults.

@@ -12,10 +12,10 @@ from typing import Any
 from kvtier.cost.basis import UNITS
 from kvtier.cost.cliff import LEVELS
 from kvtier.cost.lint import Verdict, plausibility
-from kvtier.cost.modes import kv_read, read_weights
 from kvtier.cost.outlook import Load
 from kvtier.cost.profile import Profile
 from kvtier.cost.warning import CostWarning, worst
+from kvtier.cost.workload import kv_read, read_weights
 
 #: Contexts of the table, and of ``kvtier stress``, where none are given.
 CONTEXTS = (512, 2048, 8192, 32768)

@@ -9,7 +9,7 @@ from kvtier.attention.mode import Mode, Selection
 from kvtier.cost.churn import Traffic, traffic
 from kvtier.cost.decode import LayerLoad
 from kvtier.cost.in_place import InPlaceLoad
-from kvtier.cost.modes import Selection as Chosen
+from kvtier.cost.workload import Selection as Chosen
 from kvtier.layout import SUMMARY_ROWS, PageLayout
 
 if TYPE_CHECKING:

@@ -155,7 +155,8 @@ class _Walk:
         flags, lower = struct.unpack_from("<HH", page, _FLAGS)
         branch = bool(flags & _P_BRANCH)
         for offset in struct.unpack_from(f"<{(lower - _HEADER) // 2}H", page, _HEADER):
-            yield _Node(offset, *struct.unpack_from("<HHHH", page, offset), branch)
+            low, high, node_flags, key_bytes = struct.unpack_from("<HHHH", page, offset)
+            yield _Node(offset, low, high, node_flags, key_bytes, branch)
 
 
 class _Node(NamedTuple):
