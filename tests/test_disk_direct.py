@@ -127,7 +127,10 @@ def test_a_read_that_goes_wrong_is_made_from_the_map(
 ) -> None:
     """Nothing of it is handed out, and the page is no miss for it."""
 
+    calls: list[int] = []
+
     def wrong(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
         if how == "fails":
             raise OSError(5, "the drive says no")
         buffers[0][:] = bytes(len(buffers[0]))
@@ -148,10 +151,11 @@ def test_a_read_that_goes_wrong_is_made_from_the_map(
             assert read()
             assert (out == page_of(1, 120_000)).all()
         assert tier.stats().damaged == 0
+        assert bool(calls) == tier._file.places.usable
         monkeypatch.undo()
 
 
-def test_pages_come_and_go_while_they_are_read(tmp_path: Path) -> None:
+def test_pages_come_and_go_while_they_are_read(tmp_path: Path, direct_reads: list[int]) -> None:
     """Space that a removed page leaves is written again; a page that stays is always found, as it was put."""
     stays, nbytes = range(4), 90_000
     stop = threading.Event()
@@ -191,3 +195,4 @@ def test_pages_come_and_go_while_they_are_read(tmp_path: Path) -> None:
             thread.join(20)
         assert not wrong
         assert tier.stats().damaged == 0
+        assert bool(direct_reads) == tier._file.places.usable

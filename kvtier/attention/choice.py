@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -135,11 +134,7 @@ class Chooser:
 
     def _always_read(self, total: int, budget: int) -> list[int]:
         """Places that every layer reads: the first pages and the recent ones, as far as the budget goes."""
-        sinks = max(0, min(self.selection.sinks, total, budget - 1))
-        recent = self.selection.recent
-        if isinstance(recent, float):
-            recent = max(1, math.floor(budget * recent))
-        else:
-            recent = -(-recent // self.layout.page_tokens)
-        recent = max(0, min(recent, total - sinks, budget - sinks))
+        sinks, recent = self.selection.always(budget, self.layout.page_tokens)
+        sinks = min(sinks, total)
+        recent = min(recent, total - sinks)
         return [*range(sinks), *range(total - recent, total)]

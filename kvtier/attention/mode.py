@@ -6,6 +6,7 @@ some of them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,15 @@ class Selection:
     dense: frozenset[int] = frozenset({0, 1})
     scope: Scope = "head"
     prefetch: Prefetch = "last"
+
+    def always(self, budget: int, page_tokens: int) -> tuple[int, int]:
+        """Of ``budget`` sealed pages those that are read whatever the query: so many first and so many recent ones."""
+        sinks = max(0, min(self.sinks, budget - 1))
+        if isinstance(self.recent, float):
+            recent = max(1, math.floor(budget * self.recent))
+        else:
+            recent = -(-self.recent // page_tokens)
+        return sinks, max(0, min(recent, budget - sinks))
 
 
 @dataclass(frozen=True)

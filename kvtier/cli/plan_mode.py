@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -72,17 +71,12 @@ def _selects(asked: Asked, layout: PageLayout, kv_heads: int) -> Selects:
 
     def at(context: int) -> Selection:
         budget = asked.budget.pages(max(1, -(-context // size)), layout)
-        sinks = min(asked.sinks, budget - 1)
-        if isinstance(asked.recent, float):
-            recent = max(1, math.floor(budget * asked.recent))
-        else:
-            recent = -(-asked.recent // size)
         return Selection(
             tokens=max(1, budget * size),
             page_tokens=size,
             summaries=float(selector.summary_rows),
             dense=len(dense) / len(full),
-            always=(sinks + min(recent, budget - sinks)) / budget,
+            always=sum(asked.always(budget, size)) / budget,
             heads=max(1, kv_heads) if asked.scope == "head" else 1,
             gathered=asked.scope == "head",
             guessed=asked.prefetch in ("last", "hidden"),

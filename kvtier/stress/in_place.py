@@ -45,13 +45,7 @@ def budget_pages(plan: LoadPlan, selection: Selection) -> int:
 
 def always_pages(plan: LoadPlan, selection: Selection) -> int:
     """Of these, those that are read whatever the query: the first ones and the recent ones."""
-    budget = budget_pages(plan, selection)
-    sinks = min(selection.sinks, budget - 1)
-    if isinstance(selection.recent, float):
-        recent = max(1, math.floor(budget * selection.recent))
-    else:
-        recent = -(-selection.recent // plan.spec.page_tokens)
-    return sinks + min(recent, budget - sinks)
+    return sum(selection.always(budget_pages(plan, selection), plan.spec.page_tokens))
 
 
 def traffic_of(plan: LoadPlan, selection: Selection) -> Traffic:

@@ -36,7 +36,7 @@ _PUNCH_HOLE = 0x02 | 0x01  # with FALLOC_FL_KEEP_SIZE
 def tree_problems(path: Path) -> list[str]:
     """What is wrong with the tree of a database file that nobody writes to; empty if it is sound.
 
-    Costs about 7 microseconds an entry. Pages that are neither used nor free are no problem.
+    Costs some microseconds an entry. Pages that are neither used nor free are no problem.
     """
     if not path.exists() or path.stat().st_size == 0:
         return []
