@@ -3,7 +3,6 @@ and entries that lie elsewhere than they should are nobody's."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Iterator
@@ -136,7 +135,7 @@ def test_a_reader_is_not_misled_by_an_entry_in_another_place(
         put_now(tier, 0, 1)
         (place, raw), *_ = stored_of(tier, 0)["index"]
         entry = IndexEntry.decode(place, raw)
-        resealed = dataclasses.replace(entry, sequence=2000).encode()
+        resealed = entry._replace(sequence=2000).encode()
         with tier._file.writing() as txn:
             # One as it is, one cut off, one whose own number is right but whose place is not.
             for number, value in ((1000, raw), (1001, raw[:-1]), (1002, resealed)):

@@ -426,7 +426,8 @@ def test_large_pages_warm_and_cold(tmp_path: Path, aligned: bool, nbytes: int) -
     def memory() -> Any:
         return aligned_buffer(nbytes) if aligned else np.zeros(nbytes + 1, np.uint8)[1:]
 
-    planes = [(0, nbytes // 4 + 16), (nbytes // 4 + 32, nbytes - nbytes // 4 - 32)]
+    sixth = nbytes // 6 // 16 * 16
+    planes = [(number * sixth, sixth - 16 * (number % 2)) for number in range(6)]
     with open_tier(
         tmp_path, page_bytes=nbytes, plane_ranges=planes, capacity_bytes=48 << 20
     ) as tier:
@@ -434,7 +435,7 @@ def test_large_pages_warm_and_cold(tmp_path: Path, aligned: bool, nbytes: int) -
             data = memory()
             data[:] = page_of(number, nbytes)
             put(tier, number, parent=None, depth=0, data=data).result(DEADLINE_S)
-        for _ in range(4):  # from the device, into the page cache, out of it in two halves
+        for _ in range(4):  # from the device, into the page cache, out of it by two threads
             for number in (0, 2, 1):
                 out = memory()
                 assert tier.read(key_of(number), out)
@@ -444,7 +445,7 @@ def test_large_pages_warm_and_cold(tmp_path: Path, aligned: bool, nbytes: int) -
             assert tier.read_plane(key_of(1), plane, part)
             assert np.array_equal(part, page_of(1, nbytes)[at : at + size])
         entry = next(entry for entry in tier.entries() if entry.key == key_of(2))
-        for at in (5, nbytes - 5):
+        for at in (5, *(start + size - 1 for start, size in planes), sixth * 2 - 5, nbytes - 5):
             with open(tmp_path / "pages-00000.slab", "r+b") as file:
                 where = entry.slot * tier.info.slot_bytes + at
                 (byte,) = os.pread(file.fileno(), 1, where)

@@ -371,7 +371,7 @@ class Committer:
     def place(self, key: bytes) -> bytes | None:
         """Where the index entry of a page is, if ``shows``."""
         record = self.records.get(key)
-        return None if record is None or key in self.hidden else record.place
+        return None if record is None or key in self.hidden else place_of(record.sequence)
 
     def wait(self, timeout_s: float) -> None:
         """Take ``lock``: the database and the books are the same until it is released.

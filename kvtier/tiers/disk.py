@@ -399,17 +399,20 @@ class DiskTier(DiskTools):
     def _look(
         self, keys: Sequence[bytes], settled: bool
     ) -> Iterator[tuple[lmdb.Transaction, Sequence[bytes | None]]]:
-        # The lock comes before the snapshot: who waits for it must not keep the database from being
-        # reopened.
+        if not settled:
+            places = [self._commits.place(key) for key in keys]
+            with self._file.reading() as txn:
+                yield txn, places
+            return
         with ExitStack() as ending:
-            if settled:
-                self._commits.wait(self._timeout_s)
+            # The lock comes before the snapshot: who waits for it must not keep the database from
+            # being reopened.
+            self._commits.wait(self._timeout_s)
             try:
                 places = [self._commits.place(key) for key in keys]
                 txn = ending.enter_context(self._file.reading())
             finally:
-                if settled:
-                    self._commits.lock.release()
+                self._commits.lock.release()
             yield txn, places
 
     def _damaged(self, key: bytes, seen: bytes, reason: str) -> None:

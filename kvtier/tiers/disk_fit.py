@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from kvtier.errors import DiskError
 from kvtier.tiers.aligned import aligned_buffer
@@ -82,7 +81,7 @@ def _move_slots(
         for (record, _), slot in zip(pages, targets, strict=True):
             raw = txn.get(record.place, db=file.index)
             assert raw is not None
-            entry = replace(IndexEntry.decode(record.place, bytes(raw)), slot=slot)
+            entry = IndexEntry.decode(record.place, bytes(raw))._replace(slot=slot)
             txn.put(record.place, entry.encode(), db=file.index)
     for (record, _), slot in zip(pages, targets, strict=True):
         records[record.key] = record._replace(slot=slot)

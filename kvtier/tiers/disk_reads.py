@@ -102,10 +102,10 @@ class Reader:
         return self._read(keys, outs, load)
 
     def _read(self, keys: Sequence[bytes], outs: Sequence[Bytes], load: _Load) -> list[bool]:
-        hits = [False] * len(keys)
-        damaged: list[_Damage] = []
-        left: Sequence[int] = range(len(keys))
-        for look in range(_LOOSE_LOOKS + 1):
+        hits, damaged, left = self._patiently(keys, outs, load, False)
+        for look in range(1, _LOOSE_LOOKS + 1):
+            if not left:
+                break
             settled = look == _LOOSE_LOOKS
             part = [keys[at] for at in left], [outs[at] for at in left]
             found = self._patiently(*part, load, settled)
@@ -113,14 +113,11 @@ class Reader:
             for at, hit in zip(left, found.hits, strict=True):
                 hits[at] = hit
             left = [left[at] for at in found.moved]
-            if not left:
-                break
+        there = sum(hits)
         with self._counting:
             self.counts.reads += len(keys)
-            self.counts.hits += sum(hits)
-            self.counts.bytes_read += sum(
-                out.nbytes for out, hit in zip(outs, hits, strict=True) if hit
-            )
+            self.counts.hits += there
+            self.counts.bytes_read += there * outs[0].nbytes if there else 0
             self.counts.damaged += len(damaged)
         for key, seen, reason in damaged:
             self._on_damage(key, seen, reason)

@@ -22,7 +22,7 @@ class Gate:
 
     def __enter__(self) -> None:
         with self._cond:
-            if not self._cond.wait_for(lambda: not self._shut, self._patience_s):
+            if self._shut and not self._cond.wait_for(lambda: not self._shut, self._patience_s):
                 raise DeadlineExceededError(
                     f"the disk tier was not readable again within {self._patience_s:.1f} s"
                 )
@@ -31,7 +31,8 @@ class Gate:
     def __exit__(self, *_: object) -> None:
         with self._cond:
             self._inside -= 1
-            self._cond.notify_all()
+            if self._shut:
+                self._cond.notify_all()
 
     @contextmanager
     def alone(self, timeout_s: float) -> Iterator[None]:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-_LIBC = ctypes.CDLL(None)
+#: Keeps the interpreter's lock: these calls take less time than letting go of it.
+_LIBC = ctypes.PyDLL(None)
 _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 #: Memory pages that are looked at.

@@ -19,7 +19,6 @@ finds damage; it is no defence against an attacker who can write to the folder.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -91,8 +90,7 @@ class DiskRecord(NamedTuple):
         return place_of(self.sequence)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
+class IndexEntry(NamedTuple):
     """An index entry in memory. ``sums`` are the checksums of the planes, and of the gaps if there
     are any.
     """
@@ -191,17 +189,17 @@ class IndexEntry:
         layout = body[at : at + n_layout]
         at += n_layout
         return cls(
-            key=key,
-            parent=parent if flags & _HAS_PARENT else None,
-            depth=depth,
-            identity=identity,
-            layout=layout,
-            ephemeral=bool(flags & _EPHEMERAL),
-            nbytes=nbytes,
-            sequence=sequence,
-            created_ns=created,
-            sums=struct.unpack_from(f"<{n_sums}Q", body, at),
-            slot=None if slot == NO_SLOT else slot,
+            key,
+            parent if flags & _HAS_PARENT else None,
+            depth,
+            identity,
+            layout,
+            bool(flags & _EPHEMERAL),
+            nbytes,
+            sequence,
+            created,
+            struct.unpack_from(f"<{n_sums}Q", body, at),
+            None if slot == NO_SLOT else slot,
         )
 
     def record(self, stored_bytes: int) -> DiskRecord:

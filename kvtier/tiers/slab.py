@@ -16,7 +16,7 @@ from functools import partial
 import lmdb
 
 from kvtier.errors import TierFullError
-from kvtier.tiers.io_pool import IoPool
+from kvtier.tiers.io_pool import PROCESSORS, IoPool
 from kvtier.tiers.lmdb_file import LmdbFile
 from kvtier.tiers.page_shape import PageCheck, PageShape
 from kvtier.tiers.payload import Following, Payload, Wanted
@@ -27,7 +27,8 @@ from kvtier.tiers.writer import Put
 
 #: How long a put waits for readers of old snapshots before it is refused.
 READER_PATIENCE_S = 2.0
-#: A run of this much that is in the page cache is read by the thread that asks (measured).
+#: A run of this much that is in the page cache is read by the thread that asks: handing it to another
+#: costs more (measured).
 _SMALL_RUN_BYTES = 256 << 10
 
 
@@ -179,11 +180,13 @@ class SlabPayloads:
 
     def load_page(self, txn: lmdb.Transaction, key: bytes, entry: IndexEntry, out: Bytes) -> None:
         slot = self._slot(entry)
-        check = PageCheck(self._shape, key, entry.sums, out)
         try:
-            warm = self.files.warm(slot)
-            read = self.files.read_warm if warm else self.files.read_page
-            with closing(read(slot, out)) as reached:
+            if self.files.warm(slot):
+                self.files.read_warm(slot, out)
+                self._shape.verify(key, entry.sums, out)
+                return
+            check = PageCheck(self._shape, key, entry.sums, out)
+            with closing(self.files.read_page(slot, out)) as reached:
                 for stop in reached:
                     check.reach(stop)
             check.finish()
@@ -200,12 +203,23 @@ class SlabPayloads:
             return [_outcome(partial(self.load_page, txn, *want)) for want in wanted]
         outcomes: list[Exception | None] = [None] * len(wanted)
         failed: list[int] = []
-        here: list[range] = []
-        beside: list[range] = []
+        small: list[range] = []
+        warm: list[range] = []
+        cold: list[range] = []
         for run in runs:
-            (here if self._in_this_thread(wanted, run) else beside).append(run)
-        self._reads.run([partial(self._load_run, wanted, run, failed) for run in beside])
-        for run in here:
+            if not self._in_memory(wanted, run):
+                cold.append(run)
+            elif len(run) * self._shape.page_bytes <= _SMALL_RUN_BYTES:
+                small.append(run)
+            else:
+                warm.append(run)
+        # The device is asked for much at once; what is in memory is work for processors alone, and
+        # threads that wait for each other's would only pass the interpreter's lock around.
+        self._reads.run(
+            [partial(self._load_run, wanted, run, failed) for run in (*cold, *warm)],
+            threads=None if cold else PROCESSORS - 1,
+        )
+        for run in small:
             self._load_run(wanted, run, failed)
         for at in failed:
             outcomes[at] = _outcome(partial(self.load_page, txn, *wanted[at]))
@@ -225,11 +239,9 @@ class SlabPayloads:
                 slots = [] if slot is None else [slot]
         return runs
 
-    def _in_this_thread(self, wanted: Sequence[Wanted], run: range) -> bool:
-        """Whether handing a run to another thread costs more than reading it."""
+    def _in_memory(self, wanted: Sequence[Wanted], run: range) -> bool:
         slot = wanted[run.start][1].slot
-        small = len(run) * self._shape.page_bytes <= _SMALL_RUN_BYTES
-        return small and slot is not None and self.files.present(slot) and self.files.warm(slot)
+        return slot is not None and self.files.present(slot) and self.files.warm(slot)
 
     def _load_run(self, wanted: Sequence[Wanted], run: range, failed: list[int]) -> None:
         """Read and verify neighbours; those that are not right go to ``failed``."""

@@ -25,9 +25,6 @@ from kvtier.tiers.slab_segments import Segment, SegmentFiles, ShortReadError
 WRITE_BYTES = 4 << 20
 #: One direct read; the next is under way while this one is verified.
 _READ_BYTES = 1 << 20
-#: One warm read: what was copied is verified while it is in the processor's cache. A second thread
-#: to do half of a page was slower than this thread alone for pages up to 8 MiB.
-_WARM_BYTES = 2 << 20
 
 
 class SlabFiles(SegmentFiles):
@@ -170,10 +167,10 @@ class SlabFiles(SegmentFiles):
             return True
         return False
 
-    def read_warm(self, slot: int, out: Bytes) -> Generator[int, None, None]:
-        """As ``read_page``, through the page cache."""
+    def read_warm(self, slot: int, out: Bytes) -> None:
+        """Read a page through the page cache."""
         segment, offset = self.segment_of(slot)
-        return _pieces(segment.fd, offset, out, _WARM_BYTES)
+        _pread(segment.fd, offset, out.data)
 
     def read_range(self, slot: int, start: int, out: Bytes) -> None:
         """Read the bytes of a page from ``start`` on into ``out``."""
