@@ -50,12 +50,13 @@ class NaiveLists(NaivePolicy):
     ) -> Access:
         self.begin()
         hits, evicted = 0, []
-        fitting = [p for p in pages if p.nbytes <= capacity_bytes or self.find(p.key)]
-        for page in self.walk(fitting):
+        for page in self.walk(pages):
             entry = self.find(page.key)
             if entry is not None:
                 hits += 1
                 self.use_one(entry, 1 / len(pages), request)
+                continue
+            if page.nbytes > capacity_bytes:
                 continue
             while sum(e.page.nbytes for e in self.pages) + page.nbytes > capacity_bytes:
                 gone = self.victim(page.key)
@@ -435,9 +436,9 @@ class Watcher(NaivePolicy):
     evicted: list[Any]
 
     def victim(self) -> Any:
-        if not self.evicted:
-            assert not self.candidates(), "a page was turned away while another could have gone"
+        if not self.candidates():
             return None
+        assert self.evicted, "a page was turned away while another could have gone"
         return self.approve(self.evicted.pop(0))
 
     def victims(self) -> set[Any]:

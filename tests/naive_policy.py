@@ -113,12 +113,13 @@ class NaivePolicy:
     ) -> Access:
         self.begin()
         hits, evicted = 0, []
-        fitting = [p for p in pages if p.nbytes <= capacity_bytes or self.find(p.key)]
-        for page in self.walk(fitting):
+        for page in self.walk(pages):
             entry = self.find(page.key)
             if entry is not None:
                 hits += 1
                 self.use_one(entry, 1 / len(pages), request)
+                continue
+            if page.nbytes > capacity_bytes:
                 continue
             while sum(e.page.nbytes for e in self.pages) + page.nbytes > capacity_bytes:
                 gone = self.victim()

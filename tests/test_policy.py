@@ -685,3 +685,17 @@ def test_load_own_class_with_every_type_of_parameter() -> None:
 def test_what_cannot_be_loaded_says_why(spec: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_policy(spec, leaf_first=True)
+
+
+@every_policy
+@both_modes
+def test_nothing_goes_for_a_page_that_fits_no_more(name: str, leaf_first: bool) -> None:
+    """It was here while the tier was larger, and made room for the end of its own request."""
+    policy = load_policy(name, leaf_first=leaf_first)
+    large, small = PageFacts(b"large", None, 0, 5), PageFacts(b"small", b"large", 1, 1)
+    policy.access_bytes([large], 8)
+    assert b"large" in policy
+    done = policy.access_bytes([large, small], 2)
+    assert b"small" not in done.evicted
+    assert b"large" not in policy
+    policy.check()

@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, compress, repeat, takewhile
+from itertools import chain, repeat, takewhile
 from typing import Any, ClassVar, TypeVar
 
 from kvtier.errors import ConfigError, KvtierError
@@ -306,12 +306,11 @@ class ResidencyPolicy(ABC):
             size = pages[0].nbytes if not self.pages else self.used_bytes / len(self.pages)
             self._resize_about(max(1, int(capacity_bytes // max(size, 1))))
         shares = self._begin([page.key for page in pages], mass, request)
-        small = [page.nbytes <= capacity_bytes or page.key in self.pages for page in pages]
-        if not all(small):
-            shares = list(compress(shares, small)) if shares is not None else None
-            pages = list(compress(pages, small))
         return self._access_pages(
-            pages, shares, lambda page: self.used_bytes + page.nbytes > capacity_bytes
+            pages,
+            shares,
+            lambda page: self.used_bytes + page.nbytes > capacity_bytes,
+            lambda page: page.nbytes <= capacity_bytes,
         )
 
     def resize(self, capacity: int) -> None:
@@ -414,8 +413,10 @@ class ResidencyPolicy(ABC):
         facts: Sequence[PageFacts],
         shares: Sequence[float] | None,
         full: Callable[[PageFacts], bool],
+        fits: Callable[[PageFacts], bool] = lambda _: True,
     ) -> Access:
-        """``access`` where each page has its facts."""
+        """``access`` where each page has its facts. What does not fit into the empty tier stays out; it may have
+        been here when the tier was larger, and gone since the request began."""
         hits = 0
         evicted: list[Key] = []
         weights = repeat(self.share) if shares is None else self.walk(shares)
@@ -425,6 +426,8 @@ class ResidencyPolicy(ABC):
             if key in self.pages:
                 hits += 1
                 self.on_use(key)
+                continue
+            if not fits(page):
                 continue
             while full(page):
                 gone = self.victim(key)
