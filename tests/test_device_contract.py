@@ -265,6 +265,14 @@ def test_polling_an_event_ends(device: Device) -> None:
     device.free(vram)
 
 
+def test_host_memory_is_fit_for_direct_io(device: Device) -> None:
+    buffers = [device.alloc_host(nbytes) for nbytes in (1, 4096, 12_345, MiB)]
+    assert [buffer.raw().data_ptr() % 4096 for buffer in buffers] == [0] * 4
+    assert [buffer.raw().numel() for buffer in buffers] == [1, 4096, 12_345, MiB]
+    for buffer in buffers:
+        device.free(buffer)
+
+
 def test_capacity_is_a_hard_limit_and_comes_back(device: Device) -> None:
     assert device.capacity_bytes == 64 * MiB
     first = device.alloc(40 * MiB)

@@ -116,7 +116,8 @@ class Device(ABC):
 
     @abstractmethod
     def alloc_host(self, nbytes: int) -> Buffer:
-        """Host memory, pinned if possible. Falls back to pageable with one OffloadWarning a device."""
+        """Host memory that begins at a multiple of 4096 bytes (for direct I/O), pinned if possible. Falls back to
+        pageable with one OffloadWarning a device."""
 
     @abstractmethod
     def free(self, buffer: Buffer) -> None:

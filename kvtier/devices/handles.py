@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Contents of memory that holds nothing: NaN as float16, bfloat16 and float8_e4m3fn.
 POISON = 0xFF
+#: Memory begins at a multiple of this, as that of a driver does; direct I/O wants it.
+_ALIGN = 4096
 
 
 class EmulatedBuffer(Buffer):
@@ -46,7 +48,8 @@ class EmulatedBuffer(Buffer):
         self.array: np.ndarray | None = None
         self._memory: torch.Tensor | None
         if payload:
-            self._memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
+            whole = torch.full((nbytes + _ALIGN,), POISON, dtype=torch.uint8)
+            self._memory = whole.narrow(0, -whole.data_ptr() % _ALIGN, nbytes)
             self.array = self._memory.numpy()
         else:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")

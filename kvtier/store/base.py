@@ -128,7 +128,7 @@ class StoreBase(LeasedPages):
             alloc=self.device.alloc_host,
             free=self.device.free,
             page_bytes=bounce_bytes,
-            capacity_bytes=max(4, min(64, BOUNCE_BYTES // bounce_bytes)) * bounce_bytes,
+            capacity_bytes=max(4, min(256, BOUNCE_BYTES // bounce_bytes)) * bounce_bytes,
         )
         self._codecs = codecs
         #: layer -> number of its plane, in page order.

@@ -3,14 +3,14 @@
 What the store works with. All of it runs under the store's lock. Copies between VRAM and host, and
 writes to disk, go on in the background; their ends are handled in ``poll`` and ``progress``, and
 only there does the directory change. The layers below, each a file: ``Residence`` (what is where),
-``Writes`` (time passes; to disk), ``Room`` (eviction).
+``Writes`` (time passes; to disk), ``Room`` (eviction), ``Reads`` (from disk).
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,21 @@ from kvtier.devices.base import Event
 from kvtier.errors import CopyFailedError, PageLostError
 from kvtier.mover import events, order_behind, remaining, write_host
 from kvtier.store.page import TIERS, Copy, Page
-from kvtier.store.room import Room
-from kvtier.tiers.aligned import aligned_buffer
-from kvtier.tiers.codec import PageCodec, alike, recode
+from kvtier.store.reads import Reads
+from kvtier.tiers.codec import recode
 from kvtier.tiers.memory import Slot
 
 
-class Placement(Room):
+class _Landing(NamedTuple):
+    """Room for a page that comes from disk: it is read into the host slot ``through``, which is a bounce slot unless
+    it is ``slot``, the page's place in ``tier``. Without a tier it is only checked."""
+
+    through: Slot
+    tier: str | None = None
+    slot: Slot | None = None
+
+
+class Placement(Reads):
     """The tiers, the mover between them and the directory over them."""
 
     # ------------------------------------------------------------------ up
@@ -41,12 +49,11 @@ class Placement(Room):
         """
         if tier in page.copies or tier not in self.slots:
             return tier in page.copies
-        slots = self.slots[tier]
-        if not slots.free_pages and not (evict and self.ensure(tier, 1, deadline, optional=True)):
+        if not self._has_room(tier, deadline, evict=evict):
             return False
         host, disk = page.copies.get("host"), page.copies.get("disk")
         if tier == "vram" and host is not None and not host.arriving:
-            slot = slots.take()
+            slot = self.slots[tier].take()
             if slot is None:
                 return False
             source = host
@@ -56,24 +63,82 @@ class Placement(Room):
             return True
         if disk is None or disk.arriving:
             return False
-        with contextlib.ExitStack() as undo:
-            bounce: Slot | None = None
-            if tier == "vram":
-                bounce = self.bounce_slot(deadline, self.disk_codec)
-                undo.callback(self.bounce.give, bounce)
-            slot = slots.take()
-            if slot is None:
-                return False
-            undo.callback(slots.give, slot)
-            if not self._read_disk(page, bounce or slot, deadline):
-                return False
-            undo.pop_all()
-        if bounce is None:
-            self.directory.attach(page, Copy("host", slot))
-        else:
-            through = bounce
-            self._rise(page, through, slot, lambda: self.bounce.give(through))
-        return True
+        landing = self._reserve(tier, deadline, evict=evict)
+        return landing is not None and self._land([page], [landing], deadline) == 1
+
+    def bring(self, pages: Sequence[Page], deadline: float, *, up: bool) -> int:
+        """Read up to ``reads_at_once`` pages that are only on disk, and held there, and check them. With ``up`` those
+        that have room come up: into free slots of VRAM, or into host memory, colder pages making room.
+
+        Returns:
+            The number of pages in front that are good; the first one behind them is damaged, and gone.
+
+        Raises:
+            DiskError: the system refuses to read; the pages may still be good.
+        """
+        wanted = [
+            page for page in pages if not (up and any(tier in page.copies for tier in self.slots))
+        ]
+        landings: list[_Landing] = []
+        try:
+            for _ in wanted:
+                landing = self._reserve("vram", deadline, evict=False) if up else None
+                if landing is None and up:
+                    landing = self._reserve("host", deadline, evict=True)
+                landings.append(landing or _Landing(self.bounce_slot(deadline, self.disk_codec)))
+        except BaseException:
+            self._give_up(landings)
+            raise
+        good = self._land(wanted, landings, deadline)
+        return len(pages) if good == len(wanted) else pages.index(wanted[good])
+
+    def _reserve(self, tier: str, deadline: float, *, evict: bool) -> _Landing | None:
+        """A place in a tier for a page from disk; with ``evict`` others may have to go."""
+        slots = self.slots.get(tier)
+        if slots is None or not self._has_room(tier, deadline, evict=evict):
+            return None
+        bounce = self.bounce_slot(deadline, self.disk_codec) if tier == "vram" else None
+        slot = slots.take()
+        if slot is None:
+            if bounce is not None:
+                self.bounce.give(bounce)
+            return None
+        return _Landing(bounce or slot, tier, slot)
+
+    def _has_room(self, tier: str, deadline: float, *, evict: bool) -> bool:
+        if self.slots[tier].free_pages:
+            return True
+        return evict and self.ensure(tier, 1, deadline, optional=True)
+
+    def _land(self, pages: Sequence[Page], landings: Sequence[_Landing], deadline: float) -> int:
+        """Read pages and start to bring them where room was made for them, up to the first that is damaged; how many
+        those are. The room of the others is given back."""
+        landed = 0
+        try:
+            through = [landing.through for landing in landings]
+            for page, landing, good in zip(
+                pages, landings, self.fetch(pages, through, deadline), strict=True
+            ):
+                if not good:
+                    break
+                landed += 1
+                if landing.slot is None:
+                    self.bounce.give(landing.through)
+                elif landing.through is landing.slot:
+                    self.directory.attach(page, Copy("host", landing.slot))
+                else:
+                    release = partial(self.bounce.give, landing.through)
+                    self._rise(page, landing.through, landing.slot, release)
+        finally:
+            self._give_up(landings[landed:])
+        return landed
+
+    def _give_up(self, landings: Sequence[_Landing]) -> None:
+        for landing in landings:
+            if landing.slot is not None and landing.tier is not None:
+                self.slots[landing.tier].give(landing.slot)
+            if landing.through is not landing.slot:
+                self.bounce.give(landing.through)
 
     def _rise(self, page: Page, source: Slot, slot: Slot, release: Callable[[], None]) -> None:
         """Start the copy of a page from host memory into a VRAM slot."""
@@ -88,18 +153,6 @@ class Placement(Room):
         host = page.copies.get("host")
         if host is not None and host.slot is source:
             host.was_read(transfer.event)
-
-    def verify(self, page: Page, deadline: float) -> bool:
-        """Read a page that is only on disk and check it, keeping nothing. False: damaged, and gone.
-
-        Raises:
-            DiskError: the system refuses to read; the page may still be good.
-        """
-        slot = self.bounce_slot(deadline, self.disk_codec)
-        try:
-            return self._read_disk(page, slot, deadline)
-        finally:
-            self.bounce.give(slot)
 
     def upload(self, data: torch.Tensor, slot: Slot, deadline: float) -> None:
         """Fill a VRAM slot from the host, and wait until it is filled.
@@ -132,37 +185,6 @@ class Placement(Room):
 
     # ------------------------------------------------------------------ reading
 
-    def _read_disk(self, page: Page, slot: Slot, deadline: float) -> bool:
-        at = write_host(self.device, slot, deadline)
-        return self._read_page(page, self.device.host(at, write=True).numpy(), slot.codec)
-
-    def _read_page(self, page: Page, out: np.ndarray, codec: PageCodec | None) -> bool:
-        """A page on disk into ``out``, coded by ``codec``."""
-        of = self.disk_codec
-        if alike(codec, of):
-            good = self._read_record(page, out)
-            if good and codec is not None and codec is not of:
-                codec.note(codec.facts_of(torch.from_numpy(out)[None]))
-            return good
-        found = aligned_buffer(self.disk_page_bytes)
-        good = self._read_record(page, found)
-        if good:
-            recode(torch.from_numpy(found), of, torch.from_numpy(out), codec)
-        return good
-
-    def _read_record(self, page: Page, out: np.ndarray) -> bool:
-        """A page on disk into ``out``, as it is there."""
-        assert self.disk is not None
-        began = time.monotonic()
-        good = self.disk.read(page.key, out)
-        self.mover.copied("disk->host", len(out), began, began, failed=not good)
-        if good:
-            self.mover.links["disk->host"].add(len(out))
-            return True
-        self.damaged += 1
-        self.lose(page, "disk")
-        return False
-
     def read(self, page: Page, copy: Copy, out: np.ndarray, deadline: float) -> bool:
         """The bytes of a held copy, or else of another one of the page, into ``out`` (uint8
         ``[page_bytes]``). False if they are not to be had.
@@ -184,7 +206,7 @@ class Placement(Room):
 
     def _read_copy(self, page: Page, copy: Copy, out: np.ndarray, deadline: float) -> bool:
         if copy.slot is None:
-            return self._read_page(page, out, None)
+            return self.read_pages([page], [out], [None])[0]
         if copy.tier == "host":
             found = self.device.host(copy.slot.range())
             recode(found, copy.slot.codec, torch.from_numpy(out), None)
@@ -209,29 +231,6 @@ class Placement(Room):
         np.copyto(out, data)
         return True
 
-    def read_planes(
-        self, pages: list[Page], plane: int, outs: list[np.ndarray], layer: int | None = None
-    ) -> list[bool]:
-        """One plane of each of several pages on disk, checked, decoded as that of ``layer``; None: what is not coded."""
-        assert self.disk is not None
-        codec = None if layer is None else self.disk_codec
-        found = outs
-        if codec is not None and layer is not None:
-            coded = np.empty((len(pages), codec.plane(layer).nbytes), np.uint8)
-            found = list(coded)
-        results = self.disk.read_planes([page.key for page in pages], plane, found)
-        link = self.mover.links["disk->host"]
-        for page, data, out, good in zip(pages, found, outs, results, strict=True):
-            if good:
-                link.add(len(data))
-                if codec is not None and layer is not None:
-                    raw = torch.from_numpy(out)[None]
-                    codec.decode_planes(layer, torch.from_numpy(data)[None], raw)
-            else:
-                self.damaged += 1
-                self.lose(page, "disk")
-        return results
-
     # ------------------------------------------------------------------ private copies
 
     def fill(self, slot: Slot, page: Page, copy: Copy, deadline: float) -> None:
@@ -252,7 +251,7 @@ class Placement(Room):
             if bounce is not None and copy.slot is not None:
                 at = self.device.host(write_host(self.device, bounce, deadline), write=True)
                 recode(self.device.host(copy.slot.range()), copy.slot.codec, at, None)
-            elif bounce is not None and not self._read_disk(page, bounce, deadline):
+            elif bounce is not None and not self.fetch([page], [bounce], deadline)[0]:
                 raise PageLostError(
                     "a page of the sequence is damaged on disk and was removed; compute it again"
                 )

@@ -327,23 +327,27 @@ class TieredStore(SessionPages):
     def _bring_up(self, lease: Lease, promote: bool, deadline: float) -> int:
         """Read the lease's pages that are only on disk, and start to bring up what has room; the
         number of pages up to the first bad one."""
-        for index, (page, copy) in enumerate(zip(lease.pages, lease.copies, strict=True)):
-            if copy.tier == "host" and promote:
-                self._placement.promote(page, "vram", deadline, evict=False)
-            if copy.tier != "disk":
+        index = 0
+        while index < len(lease):
+            if lease.copies[index].tier != "disk":
+                if lease.copies[index].tier == "host" and promote:
+                    self._placement.promote(lease.pages[index], "vram", deadline, evict=False)
+                index += 1
                 continue
-            done = promote and (
-                self._placement.promote(page, "vram", deadline, evict=False)
-                or self._placement.promote(page, "host", deadline, evict=True)
-            )
-            if not done and "disk" in page.copies:
-                done = self._placement.verify(page, deadline)
-            if not done:
-                return index
-            self._repoint(lease, index)
+            stop = index + 1
+            most = min(len(lease), index + self._placement.reads_at_once)
+            while stop < most and lease.copies[stop].tier == "disk":
+                stop += 1
+            good = self._placement.bring(lease.pages[index:stop], deadline, up=promote)
+            # At once: what came up must not make room for what follows.
+            for at in range(index, index + good):
+                self._repoint(lease, at)
+            index += good
+            if index < stop:
+                break
         if self._placement.mover.busy:
             self._placement.mover.drain(deadline)
-        return len(lease)
+        return index
 
     def _shorten(self, lease: Lease, length: int) -> None:
         for page, copy in zip(
