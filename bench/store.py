@@ -4,6 +4,8 @@
     python bench/store.py --page-kib 1440 --pages 128
 
 * host tier: put and get of pages against memcpy of the same bytes;
+* restore: one ``match`` of a sequence that is only on disk, nothing of it in the page cache, into a host tier that was
+  never used and into one that was, against O_DIRECT reads of as many pages by four threads;
 * metadata: lookups and puts of tiny pages per second of CPU time.
 
 Each line is the median of the repetitions, interleaved with what it is compared with. The disk tier
@@ -16,10 +18,13 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from raw_disk import RawFile, buffers, drop_cache
 
 from kvtier import LayerLayout, PageLayout, TieredStore
 from kvtier.keys import child_key, root_key
@@ -33,9 +38,10 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=64, help="pages put and read (default: 64)")
     parser.add_argument("--entries", type=int, default=4096, help="pages of the metadata test")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions (default: 5)")
+    parser.add_argument("--dir", type=Path, help="where to write (default: the temporary folder)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = {**host(options), **metadata(options)}
+    result = {**host(options), **restore(options), **metadata(options)}
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
@@ -44,9 +50,12 @@ def main() -> int:
     )
     for name in ("host_put", "host_get"):
         ours, theirs = result[f"{name}_gbs"], result["memcpy_gbs"]
-        print(f"{name:9} {ours:7.2f} GB/s   memcpy {theirs:7.2f} GB/s   {ours / theirs:6.1%}")
+        print(f"{name:13} {ours:7.2f} GB/s   memcpy   {theirs:7.2f} GB/s   {ours / theirs:6.1%}")
+    for name in ("restore", "restore_again"):
+        ours, theirs = result[f"{name}_gbs"], result["read_direct_gbs"]
+        print(f"{name:13} {ours:7.2f} GB/s   O_DIRECT {theirs:7.2f} GB/s   {ours / theirs:6.1%}")
     for name in ("contains", "match_pages", "put"):
-        print(f"{name:12} {result[f'{name}_per_cpu_s']:12,.0f} per CPU-second")
+        print(f"{name:13} {result[f'{name}_per_cpu_s']:12,.0f} per CPU-second")
     return 0
 
 
@@ -99,6 +108,45 @@ def host(options: argparse.Namespace) -> dict[str, float]:
                 raise SystemExit("read other bytes than were put; the rates mean nothing")
             store.remove(keys[::-1])
     return times.rates(nbytes)
+
+
+def restore(options: argparse.Namespace) -> dict[str, float]:
+    """A sequence that is only on disk comes up, against plain reads."""
+    layout = layout_of_size(options.page_kib * 1024)
+    page, count = layout.page_bytes, options.pages
+    keys = chain(count, 0)
+    data = random_pages(count, page)
+    times = _Times()
+
+    def match(store: TieredStore) -> None:
+        with store.match(keys) as lease:
+            if len(lease) != count or not torch.equal(lease.read(count - 1), data[-1]):
+                raise SystemExit("not all came up as it was put; the rates mean nothing")
+
+    with tempfile.TemporaryDirectory(dir=options.dir) as base:
+        folder, plain = Path(base) / "tier", Path(base) / "raw"
+        plain.mkdir()
+        sizes = {
+            "vram": 2 * page,
+            "host": (count + 4) * page,
+            "disk": 2 * count * page + (64 << 20),
+        }
+        with TieredStore(layout, device="emulated", path=folder, **sizes) as store:
+            put_all(store, keys, data)
+        ring = buffers(4, page)
+        raw = RawFile(plain / "file", count, ring, ring)
+        raw.write(direct=True, synced=True)
+        for _ in range(options.repeat):
+            drop_cache(folder)
+            read = raw.read(range(count), direct=True, threads=4)
+            times.add("read_direct", read.seconds)
+            with TieredStore(layout, device="emulated", path=folder, **sizes) as store:
+                times.take("restore", lambda store=store: match(store))
+                for key in keys[::-1]:
+                    while store.demote(key):
+                        pass
+                times.take("restore_again", lambda store=store: match(store))
+    return times.rates(count * page)
 
 
 def metadata(options: argparse.Namespace) -> dict[str, float]:
