@@ -435,7 +435,7 @@ def test_large_pages_warm_and_cold(tmp_path: Path, aligned: bool, nbytes: int) -
             data = memory()
             data[:] = page_of(number, nbytes)
             put(tier, number, parent=None, depth=0, data=data).result(DEADLINE_S)
-        for _ in range(4):  # from the device, into the page cache, out of it by two threads
+        for _ in range(4):  # from the device, into the page cache, out of it
             for number in (0, 2, 1):
                 out = memory()
                 assert tier.read(key_of(number), out)

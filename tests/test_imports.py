@@ -20,6 +20,7 @@ PURE = (
     "kvtier.keys",
     "kvtier.announce",
     "kvtier.errors",
+    "kvtier.processors",
     "kvtier.units",
 )
 
@@ -36,7 +37,18 @@ LAYERS = (
     ("policies",),
     ("kernels",),
     ("policy", "selector"),
-    ("coding", "layout", "identity", "keys", "announce", "plugins", "folders", "errors", "units"),
+    (
+        "coding",
+        "layout",
+        "identity",
+        "keys",
+        "announce",
+        "plugins",
+        "folders",
+        "processors",
+        "errors",
+        "units",
+    ),
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 

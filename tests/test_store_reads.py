@@ -3,6 +3,10 @@ kept of what was not good."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_model import (
-    LAYOUT,
     PAGE,
     PLACEMENTS,
     Config,
@@ -28,7 +31,7 @@ from store_model import (
     read_all,
 )
 
-from kvtier.errors import DiskError
+from kvtier.errors import DeadlineExceededError, DiskError
 from kvtier.store import reads
 from kvtier.tiers.disk import DiskTier
 
@@ -96,8 +99,10 @@ def test_the_longest_good_prefix_comes_up_as_far_as_there_is_room(
         assert spy.asked[:batches] == [
             min(AT_ONCE, pages - start) for start in range(0, batches * AT_ONCE, AT_ONCE)
         ]
-        stats = store.stats()
-        assert stats.links["disk->host"].bytes % LAYOUT.page_bytes == 0
+        read = min(pages, batches * AT_ONCE)
+        lost = len([index for index in bad if index < read])
+        assert store.stats().damaged == lost
+        assert store.stats().links["disk->host"].copies >= read - lost
         # What is damaged, and what follows it, is gone; it can be stored again.
         assert not any(store.contains(key) for key in keys[good:])
         put_chain(store, keys)
@@ -132,3 +137,84 @@ def test_what_came_up_first_makes_no_room_for_what_follows(tmp_path: Path) -> No
     }
     assert placed == {"vram": keys[:1], "host": keys[1:8]}
     close_clean(store)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_nobody_makes_room_for_what_is_not_good(refused: bool, tmp_path: Path) -> None:
+    config = Config(vram=1, host=8, disk=60)
+    wanted, others = chain(16), chain(9, 1)
+    with open_store(config, device(), tmp_path) as store:
+        put_chain(store, wanted)
+        put_chain(store, others)
+    store = open_store(config, device(), tmp_path)
+    assert store._placement.disk is not None
+    assert read_all(store, others) == 9
+    before = store.stats().tiers["host"].pages
+    if refused:
+        spy = Spy(store._placement.disk)
+        spy.fails = 1
+        with pytest.raises(DiskError):
+            store.match(wanted)
+    else:
+        assert damage(store, wanted[2])
+        with store.match(wanted) as lease:
+            assert len(lease) == 2
+    host = [key for key in others if "host" in store._directory.pages[key].copies]
+    assert len(host) == before - (0 if refused else 2)
+    close_clean(store)
+
+
+def test_a_key_that_is_given_twice(tmp_path: Path) -> None:
+    store, keys, _ = reopened(Config(vram=3, host=3, disk=60), tmp_path, 3)
+    asked = [keys[0], keys[0], keys[1], keys[1], keys[0]]
+    with store.match(asked) as lease:
+        assert lease.keys == asked
+        for index, key in enumerate(asked):
+            assert lease.read(index).numpy().tobytes() == noise(key)
+    close_clean(store)
+
+
+@pytest.mark.parametrize("promote", [False, True])
+def test_a_slow_disk_does_not_outlast_the_deadline(promote: bool, tmp_path: Path) -> None:
+    store, keys, spy = reopened(Config(vram=2, host=40, disk=60), tmp_path, 30)
+    read = spy._read
+
+    def slow(keys: Sequence[bytes], outs: Sequence[np.ndarray]) -> list[bool]:
+        time.sleep(0.2)
+        return read(keys, outs)
+
+    spy._read = slow
+    with pytest.raises(DeadlineExceededError, match="from disk"):
+        store.match(keys, promote=promote, timeout_s=0.3)
+    assert len(spy.asked) <= 3
+    spy._read = read
+    assert read_all(store, keys) == 30
+    close_clean(store)
+
+
+def test_what_is_read_again_comes_into_the_page_cache(tmp_path: Path) -> None:
+    """Where the whole store fits the memory that is free, the second way up is as fast as a copy."""
+    store, keys, _ = reopened(Config(vram=1, host=16, disk=60, payload="slab"), tmp_path, 12)
+    assert store._placement.disk is not None
+    payloads: Any = store._placement.disk._payloads
+    files = payloads.files
+    found = []
+    for _ in range(2):
+        for segment in files.segments:
+            os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert read_all(store, keys) == 12
+        found.append(sum(files.cached(slot, 1) for slot in range(files.slots)))
+        for key in keys[::-1]:
+            while store.demote(key):
+                pass
+    assert found[0] == 0 or not files.direct
+    assert found[1] >= 12
+    close_clean(store)
+
+
+def test_an_interrupt_leaves_nobody_writing_into_slots_that_were_given_back(tmp_path: Path) -> None:
+    child = Path(__file__).with_name("interrupt_child.py")
+    done = subprocess.run(
+        [sys.executable, str(child), str(tmp_path)], timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

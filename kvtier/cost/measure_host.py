@@ -8,13 +8,13 @@ the kernels' torch reference over pages, the same code that runs where no kernel
 from __future__ import annotations
 
 import itertools
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from kvtier.cost.profile import Measurement, middle
 from kvtier.cost.trials import Tick, shares, trials
+from kvtier.processors import processors
 
 MiB = 2**20
 
@@ -35,7 +35,7 @@ LAYERS, OPERATIONS = 32, 10
 
 def measure_memory(seconds: float, quick: bool, tick: Tick) -> list[Measurement]:
     """Reads and copies, bytes/s of all cores together. A copy of n bytes counts as n."""
-    cores = len(os.sched_getaffinity(0))
+    cores = processors()
     nbytes = QUICK_BYTES if quick else MEMORY_BYTES
     part = nbytes // cores // 8
     source = np.ones(part * cores, np.float64).reshape(cores, part)

@@ -25,6 +25,7 @@ from kvtier.cost.prefill import vram_constant
 from kvtier.devices.cards import Card, cards
 from kvtier.errors import ConfigError
 from kvtier.folders import cache_folder
+from kvtier.processors import processors
 
 #: Raised when the fields or the meaning of a measurement change.
 FORMAT = 1
@@ -87,7 +88,7 @@ def this_machine(gpu: str = "", gpu_bytes: int = 0) -> Machine:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(
         cpu=_cpu_model(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=processors(),
         memory_bytes=pages,
         gpu=gpu,
         gpu_bytes=gpu_bytes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.policy import Order
+from kvtier.processors import processors
 from kvtier.replay.find_size import SizeFound, find_size
 from kvtier.replay.machines import MachinesCell, replay_machines
 from kvtier.replay.tier import Cell, Progress, replay_tier
@@ -122,13 +122,6 @@ class FindJob:
         )  # fmt: skip
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def run_jobs(
     trace: Trace,
     jobs: Sequence[Job],
@@ -150,7 +143,7 @@ def run_jobs(
         raise ConfigError(f"workers is {workers}; give at least 1")
     work = sum(job.weight for job in jobs)
     if workers is None:
-        workers = cores() if len(trace.pages) * work > SMALL else 1
+        workers = processors() if len(trace.pages) * work > SMALL else 1
     workers = min(workers, len(jobs))
     report = _Report(len(trace) * len(jobs), progress)
     if workers <= 1:

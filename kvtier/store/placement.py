@@ -26,7 +26,8 @@ from kvtier.tiers.memory import Slot
 
 class _Landing(NamedTuple):
     """Room for a page that comes from disk: it is read into the host slot ``through``, which is a bounce slot unless
-    it is ``slot``, the page's place in ``tier``. Without a tier it is only checked."""
+    it is ``slot``, the page's place in ``tier``. Without a slot it is checked first, and others make room in the tier
+    once it is known to be good; without a tier it is only checked."""
 
     through: Slot
     tier: str | None = None
@@ -59,7 +60,12 @@ class Placement(Reads):
             source = host
             assert source.slot is not None
             self.directory.hold(page, source)
-            self._rise(page, source.slot, slot, lambda: self.unhold(page, source))
+            try:
+                self._rise(page, source.slot, slot, lambda: self.unhold(page, source))
+            except BaseException:
+                self.slots[tier].give(slot)
+                self.unhold(page, source)
+                raise
             return True
         if disk is None or disk.arriving:
             return False
@@ -67,25 +73,33 @@ class Placement(Reads):
         return landing is not None and self._land([page], [landing], deadline) == 1
 
     def bring(self, pages: Sequence[Page], deadline: float, *, up: bool) -> int:
-        """Read up to ``reads_at_once`` pages that are only on disk, and held there, and check them. With ``up`` those
-        that have room come up: into free slots of VRAM, or into host memory, colder pages making room.
+        """Read up to ``reads_at_once`` pages that are on disk, and held there, and check them. With ``up`` those that
+        have room come up: into free slots of VRAM, or into host memory, colder pages making room; what is on its way
+        up already is left alone.
 
         Returns:
             The number of pages in front that are good; the first one behind them is damaged, and gone.
 
         Raises:
             DiskError: the system refuses to read; the pages may still be good.
+            DeadlineExceededError: they were not all read in time.
         """
+        remaining(deadline, "reading pages from disk")
         wanted = [
-            page for page in pages if not (up and any(tier in page.copies for tier in self.slots))
+            page
+            for page in dict.fromkeys(pages)
+            if not (up and any(tier in page.copies for tier in self.slots))
         ]
         landings: list[_Landing] = []
         try:
             for _ in wanted:
-                landing = self._reserve("vram", deadline, evict=False) if up else None
-                if landing is None and up:
-                    landing = self._reserve("host", deadline, evict=True)
-                landings.append(landing or _Landing(self.bounce_slot(deadline, self.disk_codec)))
+                landing: _Landing | None = None
+                for tier in self.slots if up else ():
+                    landing = landing or self._reserve(tier, deadline, evict=False)
+                if landing is None:
+                    later = "host" if up and "host" in self.slots else None
+                    landing = _Landing(self.bounce_slot(deadline, self.disk_codec), later)
+                landings.append(landing)
         except BaseException:
             self._give_up(landings)
             raise
@@ -114,24 +128,47 @@ class Placement(Reads):
         """Read pages and start to bring them where room was made for them, up to the first that is damaged; how many
         those are. The room of the others is given back."""
         landed = 0
+        # What has come up must not make room for what follows.
+        held: list[tuple[Page, Copy]] = []
         try:
             through = [landing.through for landing in landings]
-            for page, landing, good in zip(
-                pages, landings, self.fetch(pages, through, deadline), strict=True
-            ):
-                if not good:
+            good = self.fetch(pages, through, deadline)
+            for page, landing, fine in zip(pages, landings, good, strict=True):
+                if not fine:
                     break
-                landed += 1
                 if landing.slot is None:
+                    if landing.tier is not None:
+                        self._settle_in(page, landing.tier, landing.through, deadline)
                     self.bounce.give(landing.through)
                 elif landing.through is landing.slot:
                     self.directory.attach(page, Copy("host", landing.slot))
                 else:
                     release = partial(self.bounce.give, landing.through)
                     self._rise(page, landing.through, landing.slot, release)
+                landed += 1
+                if landing.tier in page.copies:
+                    self.directory.hold(page, page.copies[landing.tier])
+                    held.append((page, page.copies[landing.tier]))
         finally:
             self._give_up(landings[landed:])
+            for page, copy in held:
+                self.unhold(page, copy)
         return landed
+
+    def _settle_in(self, page: Page, tier: str, source: Slot, deadline: float) -> None:
+        """A page that has been read comes into the host tier, if others make room."""
+        if not self._has_room(tier, deadline, evict=True):
+            return
+        slot = self.slots[tier].take()
+        if slot is None:
+            return
+        try:
+            target = self.device.host(write_host(self.device, slot, deadline), write=True)
+            recode(self.device.host(source.range()), source.codec, target, slot.codec)
+        except BaseException:
+            self.slots[tier].give(slot)
+            raise
+        self.directory.attach(page, Copy(tier, slot))
 
     def _give_up(self, landings: Sequence[_Landing]) -> None:
         for landing in landings:
@@ -149,7 +186,11 @@ class Placement(Reads):
             release()
             self.landed(page, target, error)
 
-        transfer = self.mover.up(source, slot, None, finished)
+        try:
+            transfer = self.mover.up(source, slot, None, finished)
+        except BaseException:
+            self.directory.detach(page, target)
+            raise
         host = page.copies.get("host")
         if host is not None and host.slot is source:
             host.was_read(transfer.event)

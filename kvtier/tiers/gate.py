@@ -18,11 +18,13 @@ class Gate:
         self._patience_s = patience_s
         self._cond = threading.Condition()
         self._inside = 0
-        self._shut = False
+        #: Those who are alone inside, or want to be.
+        self._owners = 0
+        self._owned = False
 
     def __enter__(self) -> None:
         with self._cond:
-            if self._shut and not self._cond.wait_for(lambda: not self._shut, self._patience_s):
+            if self._owners and not self._cond.wait_for(lambda: not self._owners, self._patience_s):
                 raise DeadlineExceededError(
                     f"the disk tier was not readable again within {self._patience_s:.1f} s"
                 )
@@ -31,22 +33,28 @@ class Gate:
     def __exit__(self, *_: object) -> None:
         with self._cond:
             self._inside -= 1
-            if self._shut:
+            if self._owners:
                 self._cond.notify_all()
 
     @contextmanager
     def alone(self, timeout_s: float) -> Iterator[None]:
-        """Keeps new readers waiting and waits for those inside, at most ``timeout_s``."""
+        """Keeps new readers waiting and waits for those inside, and for another owner, at most ``timeout_s``."""
         with self._cond:
-            self._shut = True
+            self._owners += 1
+        owned = False
         try:
             with self._cond:
-                if not self._cond.wait_for(lambda: self._inside == 0, max(0.0, timeout_s)):
+                if not self._cond.wait_for(
+                    lambda: not self._inside and not self._owned, max(0.0, timeout_s)
+                ):
                     raise DeadlineExceededError(
                         f"{self._inside} reads did not end within {timeout_s:.1f} s"
                     )
+                self._owned = owned = True
             yield
         finally:
             with self._cond:
-                self._shut = False
+                self._owners -= 1
+                if owned:
+                    self._owned = False
                 self._cond.notify_all()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
-
-#: Processors that this process may use.
-PROCESSORS = len(os.sched_getaffinity(0))
 
 
 class IoPool:
@@ -29,13 +24,12 @@ class IoPool:
     def __init__(self, threads: int, name: str) -> None:
         self._lock = threading.Lock()
         self._calls: deque[Callable[[], None] | None] = deque()
-        self._workers = [_Worker() for _ in range(threads)]
-        #: The thread that had work last comes last, and gets the next: it and its processor still
-        #: know what to do, and wake in half of the time (measured).
-        self._idle = list(self._workers)
+        #: A lock that is held for each thread that has nothing to do; releasing it wakes the thread. The one
+        #: that had work last comes last, and gets the next: it and its processor still know what to do, and
+        #: wake in half of the time (measured).
+        self._idle: list[threading.Lock] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
-            for worker in self._workers
+            threading.Thread(target=self._work, name=name, daemon=True) for _ in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -53,14 +47,16 @@ class IoPool:
         Args:
             threads: of the pool's, at most; all if ``None``.
         """
-        if not calls:
-            return
         job = _Job(calls)
         most = len(self._threads) if threads is None else min(threads, len(self._threads))
-        for _ in range(min(most, len(calls) - 1)):
-            self._put(job.work)
-        job.work()
-        job.wait()
+        try:
+            for _ in range(min(most, len(calls) - 1)):
+                self._put(job.help)
+            job.make()
+        finally:
+            job.settle()
+        if job.error is not None:
+            raise job.error
 
     def close(self, timeout_s: float) -> bool:
         """End the threads after what is queued; whether all ended in time."""
@@ -72,89 +68,98 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _put(self, call: Callable[[], None] | None) -> None:
+        self._calls.append(call)
         with self._lock:
-            if not self._idle:
-                self._calls.append(call)
-                return
-            worker = self._idle.pop()
-        worker.call = call
-        worker.wake.release()
+            if self._idle:
+                # In this order an interrupt in between loses no thread.
+                wake = self._idle[-1]
+                if wake.locked():
+                    wake.release()
+                self._idle.pop()
 
-    def _run(self, worker: _Worker) -> None:
+    def _work(self) -> None:
+        wake = threading.Lock()
+        wake.acquire()
         while True:
-            worker.wake.acquire()
-            call, worker.call = worker.call, None
-            while call is not None:
-                call()
-                # The next wait must not keep a page's memory alive.
-                call = None
-                with self._lock:
-                    if not self._calls:
-                        self._idle.append(worker)
-                        break
-                    call = self._calls.popleft()
-            else:
+            call = self._next(wake)
+            if call is None:
                 return
+            call()
+            # The next wait must not keep a page's memory alive.
+            del call
 
-
-class _Worker:
-    """What a thread is to do next. ``wake`` is held while there is nothing."""
-
-    __slots__ = ("call", "wake")
-
-    def __init__(self) -> None:
-        self.call: Callable[[], None] | None = None
-        self.wake = threading.Lock()
-        self.wake.acquire()
+    def _next(self, wake: threading.Lock) -> Callable[[], None] | None:
+        while True:
+            with self._lock:
+                if wake in self._idle:  # who woke it was interrupted
+                    self._idle.remove(wake)
+                if self._calls:
+                    return self._calls.popleft()
+                self._idle.append(wake)
+            wake.acquire()
 
 
 class _Job:
     """Calls that several threads take from, one at a time. A page in memory is read in less time than
     futures take for it."""
 
-    __slots__ = ("_ended", "_error", "_left", "_lock", "_unfinished")
+    __slots__ = ("_closed", "_ended", "_helping", "_left", "_lock", "error")
 
     def __init__(self, calls: Sequence[Callable[[], None]]) -> None:
         self._left = deque(calls)
-        self._unfinished = len(calls)
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        #: Threads of the pool that are at it.
+        self._helping = 0
+        self._closed = False
         self._ended = threading.Lock()
         self._ended.acquire()
+        #: The first one of a call.
+        self.error: BaseException | None = None
 
-    def work(self) -> None:
-        """Make calls until none is left to begin."""
+    def make(self) -> None:
+        """Make calls until none is left to begin; an error leaves none."""
         while True:
             try:
                 call = self._left.popleft()
             except IndexError:
                 return
-            ended = 1
             try:
                 call()
             except BaseException as error:
-                self._error = self._error or error
-                ended += self._drop()
+                self.error = self.error or error
+                self._left.clear()
+
+    def help(self) -> None:
+        """As ``make``, for a thread of the pool; nothing if it comes too late."""
+        with self._lock:
+            if self._closed:
+                return
+            self._helping += 1
+        try:
+            self.make()
+        finally:
             with self._lock:
-                self._unfinished -= ended
-                if not self._unfinished:
+                self._helping -= 1
+                if self._closed and not self._helping:
                     self._ended.release()
 
-    def _drop(self) -> int:
-        """Begin nothing more; how many calls that leaves out."""
-        dropped = 0
-        with suppress(IndexError):
-            while True:
-                self._left.popleft()
-                dropped += 1
-        return dropped
-
-    def wait(self) -> None:
-        """Until all that was begun has ended: it writes into the caller's memory. Raises the first
-        error."""
-        self._ended.acquire()
-        if self._error is not None:
-            raise self._error
+    def settle(self) -> None:
+        """Begin nothing more, and return when all that was begun has ended: it writes into the caller's memory.
+        An interrupt waits until then."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._left.clear()
+                with self._lock:
+                    self._closed = True
+                    if not self._helping:
+                        break
+                self._ended.acquire()
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 def _run(call: Callable[[], T], future: Future[T]) -> None:

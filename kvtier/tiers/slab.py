@@ -16,7 +16,8 @@ from functools import partial
 import lmdb
 
 from kvtier.errors import TierFullError
-from kvtier.tiers.io_pool import PROCESSORS, IoPool
+from kvtier.processors import processors
+from kvtier.tiers.io_pool import IoPool
 from kvtier.tiers.lmdb_file import LmdbFile
 from kvtier.tiers.page_shape import PageCheck, PageShape
 from kvtier.tiers.payload import Following, Payload, Wanted
@@ -30,6 +31,7 @@ READER_PATIENCE_S = 2.0
 #: A run of this much that is in the page cache is read by the thread that asks: handing it to another
 #: costs more (measured).
 _SMALL_RUN_BYTES = 256 << 10
+_PROCESSORS = processors()
 
 
 class SlabPayloads:
@@ -217,7 +219,7 @@ class SlabPayloads:
         # threads that wait for each other's would only pass the interpreter's lock around.
         self._reads.run(
             [partial(self._load_run, wanted, run, failed) for run in (*cold, *warm)],
-            threads=None if cold else PROCESSORS - 1,
+            threads=None if cold else _PROCESSORS - 1,
         )
         for run in small:
             self._load_run(wanted, run, failed)
@@ -240,8 +242,9 @@ class SlabPayloads:
         return runs
 
     def _in_memory(self, wanted: Sequence[Wanted], run: range) -> bool:
+        """Whether reading a run is no work for the device."""
         slot = wanted[run.start][1].slot
-        return slot is not None and self.files.present(slot) and self.files.warm(slot)
+        return slot is not None and self.files.cached(slot, len(run))
 
     def _load_run(self, wanted: Sequence[Wanted], run: range, failed: list[int]) -> None:
         """Read and verify neighbours; those that are not right go to ``failed``."""

@@ -181,26 +181,40 @@ class SlabFiles(SegmentFiles):
         for _ in self._read_uncached(segment, offset + start, out, alone=True):
             pass
 
+    def cached(self, first: int, count: int) -> bool:
+        """Whether the page cache has all of ``count`` neighbouring slots of one segment."""
+        number, offset = self.place(first)
+        segment = self.segments[number] if number < len(self.segments) else None
+        return segment is not None and segment.cached(offset, count * self.slot_bytes)
+
     def read_run(self, first: int, outs: Sequence[Bytes]) -> None:
-        """Read pages of neighbouring slots of one segment, in one call where the memory allows it."""
+        """Read pages of neighbouring slots of one segment, in one call where the memory allows it; as single
+        ones through the page cache if they are there, or may come there."""
         segment, offset = self.segment_of(first)
-        self._seen.update(range(first, first + len(outs)))
+        slots = range(first, first + len(outs))
+        through = self.cached(first, len(outs)) or (
+            self._cache_reads and self._seen.issuperset(slots)
+        )
+        self._seen.update(slots)
         if self.page_bytes == self.slot_bytes and self.direct:
             size = len(outs) * self.slot_bytes
             views = [out.data for out in outs]
-            if segment.cached(offset, size):
-                os.preadv(segment.fd, views, offset)
-                return
-            assert segment.direct_fd is not None
-            try:
-                if self._takes(outs) and os.preadv(segment.direct_fd, views, offset) == size:
+            if through:
+                if os.preadv(segment.fd, views, offset) == size:
                     return
-            except OSError as error:
-                self.distrust(error)
-        for number, out in enumerate(outs):
-            for _ in self._read_uncached(
-                segment, offset + number * self.slot_bytes, out, alone=True
-            ):
+            else:
+                assert segment.direct_fd is not None
+                try:
+                    if self._takes(outs) and os.preadv(segment.direct_fd, views, offset) == size:
+                        return
+                except OSError as error:
+                    self.distrust(error)
+        for at, out in zip(slots, outs, strict=True):
+            if through:
+                self.read_warm(at, out)
+                continue
+            start = offset + (at - first) * self.slot_bytes
+            for _ in self._read_uncached(segment, start, out, alone=True):
                 pass
 
     def one_run(self, slots: Sequence[int]) -> bool:
