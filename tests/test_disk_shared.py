@@ -473,3 +473,63 @@ def test_the_database_of_a_reader_is_not_believed_after_it_was_replaced(tmp_path
         with open_tier(tmp_path, payload="inline", capacity_bytes=768 << 10) as tier:
             tier.check()
             assert all(other.read(kept))
+
+
+def drop_page_cache(folder: Path) -> None:
+    for path in folder.glob("*.slab"):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 19, (1 << 19) - 512])
+def test_many_pages_in_the_page_cache_are_not_read_from_the_device(
+    tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [key_of(number) for number in range(8)]
+    outs = [aligned_buffer(nbytes) for _ in keys]
+    with open_tier(
+        tmp_path, page_bytes=nbytes, plane_ranges=[(0, nbytes)], capacity_bytes=32 << 20
+    ) as tier:
+        fill_pages(tier, nbytes)
+        for _ in range(2):  # from the device; into the page cache
+            assert all(tier.read_pages(keys, outs))
+        asked: list[int] = []
+        monkeypatch.setattr(
+            SlabFiles, "_read_uncached", lambda *a, **k: iter(asked.append(1) or ())
+        )
+        for out in outs:
+            out[:] = 0
+        assert all(tier.read_pages(keys, outs))
+        assert not asked
+        assert all(np.array_equal(out, page_of(n, nbytes)) for n, out in enumerate(outs))
+
+
+def test_what_the_device_has_to_bring_is_asked_for_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that were read before but have left the page cache: one processor is no reason to wait for each."""
+    monkeypatch.setattr(slab_module, "processors", lambda: 1)
+    nbytes = 1 << 19
+    keys = [key_of(number) for number in range(0, 8, 2)]  # no neighbours
+    outs = [aligned_buffer(nbytes) for _ in keys]
+    with open_tier(
+        tmp_path, page_bytes=nbytes, plane_ranges=[(0, nbytes)], capacity_bytes=32 << 20
+    ) as tier:
+        fill_pages(tier, nbytes)
+        assert all(tier.read_pages(keys, outs))
+        drop_page_cache(tmp_path)
+        together = threading.Barrier(2, timeout=DEADLINE_S)
+        read_run = SlabFiles.read_run
+
+        def meet(*args: Any) -> None:
+            together.wait()
+            read_run(*args)
+
+        monkeypatch.setattr(SlabFiles, "read_run", meet)
+        assert all(tier.read_pages(keys, outs))
+
+
+def fill_pages(tier: DiskTier, nbytes: int) -> None:
+    for number in range(8):
+        put(tier, number, parent=None, depth=0, data=page_of(number, nbytes)).result(DEADLINE_S)

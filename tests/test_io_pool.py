@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,3 +110,29 @@ def test_many_ask_at_once(pool: IoPool) -> None:
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
     assert all(sorted(one) == sorted([*range(5)] * 50) for one in made)
+
+
+def test_an_interrupt_while_a_thread_is_woken_loses_no_thread() -> None:
+    class Interrupted(list[threading.Lock]):
+        left = 1
+
+        def pop(self, *at: Any) -> threading.Lock:  # type: ignore[override]
+            if self.left:
+                self.left = 0
+                raise KeyboardInterrupt
+            return super().pop(*at)
+
+    pool = IoPool(1, "test-io")
+    assert pool.submit(lambda: 1).result(DEADLINE_S) == 1
+    with pool._lock:
+        pool._idle = Interrupted(pool._idle)
+    for _ in range(20):  # until it has gone to sleep again
+        try:
+            pool.submit(lambda: 2).result(DEADLINE_S)
+        except KeyboardInterrupt:
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("nothing was interrupted")
+    assert pool.submit(lambda: 3).result(DEADLINE_S) == 3
+    assert pool.close(DEADLINE_S)

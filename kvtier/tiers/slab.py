@@ -31,7 +31,6 @@ READER_PATIENCE_S = 2.0
 #: A run of this much that is in the page cache is read by the thread that asks: handing it to another
 #: costs more (measured).
 _SMALL_RUN_BYTES = 256 << 10
-_PROCESSORS = processors()
 
 
 class SlabPayloads:
@@ -63,6 +62,8 @@ class SlabPayloads:
         self._wait_ahead: Callable[[], list[Exception | None]] = list
         self._reads = reads
         self._writes = writes
+        #: Processors for other threads than the one that asks.
+        self._beside = processors() - 1
 
     # ------------------------------------------------------------------ writing
 
@@ -219,7 +220,7 @@ class SlabPayloads:
         # threads that wait for each other's would only pass the interpreter's lock around.
         self._reads.run(
             [partial(self._load_run, wanted, run, failed) for run in (*cold, *warm)],
-            threads=None if cold else _PROCESSORS - 1,
+            threads=None if cold else self._beside,
         )
         for run in small:
             self._load_run(wanted, run, failed)
