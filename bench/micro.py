@@ -61,11 +61,11 @@ def test_policy_insert_touch_evict(benchmark: Any, name: str) -> None:
     def turn() -> None:
         key = next(numbers).to_bytes(8, "big")
         policy.insert(PageFacts(key, None, 0, 1))
-        policy.touch([key])
+        policy.use([key])
         if len(policy) > 10_000:
             victim = policy.victim()
             assert victim is not None
-            policy.remove(victim)
+            policy.remove(victim, evicted=True)
 
     benchmark(turn)
 
